@@ -8,7 +8,7 @@ import functools
 import logging
 import os
 
-from megatron_snip.errors import SnipError, one_line
+from megatron_snip.errors import SnipError, known_failure, one_line
 
 _current: dict[str, int] = {}
 """`iteration`, as `set_iteration` was told last."""
@@ -35,7 +35,7 @@ def log_failure(logger: logging.Logger, what: str, error: Exception) -> str:
     """Log an exception that ends here, with traceback, rank and iteration; return it as one line.
 
     The same failure is logged once in a process. A `SnipError` says all there is to say in its line
-    and has no traceback.
+    and is not logged. Nor has a full disk a traceback: it is no fault of the code.
 
     Args:
         logger: the logger of the module that stops the exception.
@@ -44,16 +44,17 @@ def log_failure(logger: logging.Logger, what: str, error: Exception) -> str:
     """
     line = f"{type(error).__name__}: {one_line(error)}"
     if not isinstance(error, SnipError):
-        _log_once(logger, what, line)
+        is_full_disk = isinstance(error, OSError) and known_failure(error) is not None
+        _log_once(logger, what, line, with_traceback=not is_full_disk)
     return line
 
 
 @functools.cache
-def _log_once(logger: logging.Logger, what: str, line: str) -> None:
+def _log_once(logger: logging.Logger, what: str, line: str, with_traceback: bool) -> None:
     rank = os.environ.get("RANK", "0")
     iteration = _current.get("iteration", 0)
     text = "snip: rank %s, iteration %d: %s failed: %s"
-    logger.error(text, rank, iteration, what, line, exc_info=True)
+    logger.error(text, rank, iteration, what, line, exc_info=with_traceback or None)
 
 
 def forget_warnings() -> None:

@@ -1,5 +1,6 @@
 """A failure that training survives keeps its traceback, once, with rank and iteration."""
 
+import errno
 import logging
 from typing import Any
 
@@ -80,3 +81,13 @@ def test_a_writer_that_fails_is_logged_in_full(caplog: pytest.LogCaptureFixture)
         reporter.write(Event(iteration, Metrics({})))
     assert [where for _, where in tracebacks(caplog)] == ["fail"]
     assert "Broken failed: KeyError: 'decoder.layers.5'" in caplog.text
+
+
+def test_a_full_disk_is_one_line(caplog: pytest.LogCaptureFixture) -> None:
+    def full() -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with pytest.raises(RemoteFailure):
+        attempt("writing", full, None)
+    assert tracebacks(caplog) == []
+    assert "writing failed: OSError: [Errno 28] No space left on device" in caplog.text
