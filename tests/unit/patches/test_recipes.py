@@ -1,0 +1,52 @@
+"""188 published recipes: which run with plans, which are measured, and what docs say of each flag."""
+
+from typing import Any
+
+import pytest
+
+from megatron_snip.errors import UnsupportedError
+from megatron_snip.patches import incompatible
+from megatron_snip.patches.fast_flags import FAST_FLAGS
+from tests.recipes import count, load, table
+from tests.recipes.__main__ import BLOCK, PAGE
+
+NUM_RECIPES = 188
+LEAST_PLANNED = 0.93
+
+
+@pytest.fixture(autouse=True)
+def with_te(monkeypatch: pytest.MonkeyPatch) -> None:
+    extension: Any = __import__(incompatible.EXTENSION, fromlist=["HAVE_TE"])
+    monkeypatch.setattr(extension, "HAVE_TE", True)
+
+
+def accepted(collect_only: bool) -> dict[str, set[str]]:
+    """Recipe -> what SNIP does with its flags; a recipe that is refused is left out."""
+    found = {}
+    for name, args in load():
+        try:
+            rows = incompatible.check_flags(args, collect_only)
+        except UnsupportedError:
+            continue
+        found[name] = {row.plans for row in rows}
+    return found
+
+
+def test_every_recipe_can_be_measured() -> None:
+    assert len(accepted(collect_only=True)) == NUM_RECIPES
+
+
+def test_nearly_every_recipe_runs_with_plans() -> None:
+    planned = {name for name, effects in accepted(collect_only=False).items() if "measures" not in effects}
+    assert len(planned) >= LEAST_PLANNED * NUM_RECIPES
+
+
+def test_rows_say_how_many_recipes_they_cost() -> None:
+    assert {row.flag: row.num_recipes for row in FAST_FLAGS} == {
+        row.flag: count(row) for row in FAST_FLAGS
+    }
+
+
+def test_the_page_has_the_table() -> None:
+    match = BLOCK.search(PAGE.read_text(encoding="utf-8"))
+    assert match is not None and match[0] == table(), "run python -m tests.recipes --write"
