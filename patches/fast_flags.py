@@ -79,17 +79,14 @@ FAST_FLAGS: tuple[FlagRow, ...] = (
     FlagRow(
         "--delay-wgrad-compute or --overlap-dispatch-backward-with-experts-wgrad",
         given("delay_wgrad_compute", "overlap_dispatch_backward_with_experts_wgrad"),
-        plans="refuses",
-        collects="refuses",
-        text="weight gradients move out of the backward pass, where simulated linears make them",
+        plans="runs",
+        text="weight gradients are delayed under every option, simulated ones as well",
     ),
     FlagRow(
         "--overlap-moe-expert-parallel-comm in an FP8 or FP4 run",
         _overlaps_in_low_precision,
-        plans="refuses",
-        collects="refuses",
-        text="Megatron frees the experts' inputs after forward, and a plan may run one in BF16",
-        remedy="drop it, or drop --fp8-format and --fp4-format",
+        plans="runs",
+        text="the experts' input stays in memory while a plan runs experts in another precision",
     ),
     FlagRow(
         "--use-transformer-engine-op-fuser",

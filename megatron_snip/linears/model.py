@@ -14,6 +14,7 @@ from megatron_snip.formats import Format
 from megatron_snip.linears.discovery import find_linears, global_linears
 from megatron_snip.linears.megatron_linear import PlannedLinear, SimulatedLinear
 from megatron_snip.linears.runtime import Runtime
+from megatron_snip.linears.te.gathered_weights import GatheredWeights
 from megatron_snip.linears.te.linear import FreshWeights, RecipeTELinear, SimulatedTELinear
 from megatron_snip.linears.te.machine import measured_format, this_machine
 from megatron_snip.linears.te.modules import te_kind
@@ -59,11 +60,12 @@ class PlannedModel:
         self.backend: Backend = "te" if with_te else "simulate"
         self.machine = this_machine(with_te, self.config if with_te else None)
         self.linears = [self._planned(module, places, backend) for module, places in found]
-        self._fresh_weights = [
-            FreshWeights(chunk, inside)
-            for chunk in self.chunks
-            if (inside := _with_fresh_weights(self.linears, set(chunk.modules())))
-        ]
+        self._overrides: list[FreshWeights | GatheredWeights] = []
+        for chunk in self.chunks:
+            inside = _with_fresh_weights(self.linears, set(chunk.modules()))
+            if inside:
+                stored = [linear.stored for linear in inside if linear.stored is not None]
+                self._overrides += [FreshWeights(chunk, inside), GatheredWeights(chunk, stored)]
         own = [placement for _, placements in found for placement in placements]
         self.all_linears: tuple[LinearInfo, ...] = global_linears(own, topology)
         if not self.all_linears:
@@ -79,12 +81,12 @@ class PlannedModel:
 
     def install(self) -> None:
         """Override every linear; idempotent."""
-        for linear in (*self.linears, *self._fresh_weights):
+        for linear in (*self.linears, *self._overrides):
             linear.install()
 
     def uninstall(self) -> None:
         """Restore Megatron's own methods; idempotent."""
-        for linear in (*self.linears, *self._fresh_weights):
+        for linear in (*self.linears, *self._overrides):
             linear.uninstall()
 
     def apply(self, options: Mapping[str, Option]) -> None:

@@ -1,6 +1,8 @@
 """Weights that the job stores quantized: what runs the job's own option, BF16, or other options."""
 
 import weakref
+from itertools import accumulate
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -152,6 +154,67 @@ def test_one_copy_for_linears_planned_otherwise_and_none_for_others() -> None:
     with under.runtime.running_in_bf16():
         losses(model)
     assert not any(linear.stored._dequantized for linear in under.linears)
+
+
+class Buckets:
+    """A group of Megatron's buckets that gathers BF16 weights in the memory of the gradients."""
+
+    def __init__(self, weights: list[torch.nn.Parameter], exact: list[torch.Tensor]) -> None:
+        self.ddp_config = SimpleNamespace(reuse_grad_buf_for_mxfp8_param_ag=True)
+        sizes = [weight.numel() for weight in weights]
+        ends = list(accumulate(sizes))
+        ranges = {w: (end - n, end) for w, end, n in zip(weights, ends, sizes, strict=True)}
+        self.exact = exact
+        data = torch.zeros(ends[-1], dtype=torch.bfloat16)
+        self.buckets = [SimpleNamespace(param_data=data, params=weights, param_to_index=ranges)]
+
+    @torch.no_grad()
+    def gather(self) -> None:
+        (bucket,) = self.buckets
+        for weight, value in zip(bucket.params, self.exact, strict=True):
+            start, end = bucket.param_to_index[weight]
+            bucket.param_data[start:end] = value.flatten()
+        self._post_param_sync()
+
+    def _post_param_sync(self) -> None:
+        (bucket,) = self.buckets
+        for weight in bucket.params:
+            start, end = bucket.param_to_index[weight]
+            weight.copy_(bucket.param_data[start:end].view(weight.shape))
+        bucket.param_data.zero_()
+
+
+def test_linears_planned_otherwise_multiply_the_exact_gathered_weights() -> None:
+    """`--reuse-grad-buf-for-mxfp8-param-ag`: only their BF16 weights are saved."""
+    model = job("mxfp8")
+    names = [name for name, p in model.named_parameters() if is_quantized(p)]
+    weights = [model.get_parameter(name) for name in names]
+    exact = [torch.randn_like(high_precision(weight)) / 8 for weight in weights]
+    group = Buckets(weights, exact)
+    model.bucket_groups = [group]
+
+    def choice(name: str) -> str:
+        return {"1": "fp8", "2": "fp4"}.get(name[-1], "bf16")
+
+    under = planned(model, choice)
+    assert under.linears[0].refusal(Option.parse("fp4")) is None
+    with torch.no_grad():
+        group.gather()
+    saved = {linear.name for linear in under.linears if linear.stored._exact}
+    assert saved == {linear.name for linear in under.linears if choice(linear.name) != "fp8"}
+
+    twin = job("mxfp8", stored=False)
+    values = dict(zip(names, exact, strict=True))
+    with torch.no_grad():
+        for name, parameter in twin.named_parameters():
+            source = values.get(name)
+            parameter.copy_(model.get_parameter(name) if source is None else source)
+    other = planned(twin, choice)
+    assert {linear.recipe for linear in other.linears} == {"mxfp8", "nvfp4", "bf16"}
+    assert equal(step(model), step(twin))
+    under.uninstall()
+    assert "_post_param_sync" not in group.__dict__
+    assert not any(linear.stored._exact for linear in under.linears)
 
 
 def measure(model: Any, under: PlannedModel) -> HealthTable:

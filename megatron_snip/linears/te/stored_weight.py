@@ -40,13 +40,14 @@ class StoredWeights:
     """The copies in high precision of one module whose weights are stored quantized.
 
     Attributes:
+        weights: the parameters.
         gets_exact: whether `save_exact` is called after every step.
     """
 
     def __init__(self, module: Any, weights: Sequence[torch.nn.Parameter]) -> None:
         """Prepare; nothing is overridden yet."""
         self._module = module
-        self._weights = tuple(weights)
+        self.weights = tuple(weights)
         self._dequantized: dict[int, Tensor] = {}
         self._exact: dict[int, Tensor] = {}
         self._keeps_copies = False
@@ -79,7 +80,7 @@ class StoredWeights:
 
     def save_exact(self, weight: torch.nn.Parameter, value: Tensor) -> None:
         """Copy what Megatron has gathered for one of the weights, before it is quantized."""
-        index = next(i for i, own in enumerate(self._weights) if own is weight)
+        index = next(i for i, own in enumerate(self.weights) if own is weight)
         kept = self._exact.get(index)
         if kept is None:
             kept = self._exact[index] = torch.empty(
@@ -111,11 +112,11 @@ class StoredWeights:
         """Return a weight in high precision, without gradients: its copy, or a new tensor."""
         copies = self._exact, self._dequantized
         found = next((each[index] for each in copies if index in each), None)
-        return high_precision(self._weights[index]) if found is None else found
+        return high_precision(self.weights[index]) if found is None else found
 
     def copies(self) -> list[Tensor]:
         """Return the copies, through which gradients reach the parameters."""
-        return [self._copy(i, weight) for i, weight in enumerate(self._weights)]
+        return [self._copy(i, weight) for i, weight in enumerate(self.weights)]
 
     def _copy(self, index: int, weight: torch.nn.Parameter) -> Tensor:
         value = self.value(index)

@@ -37,7 +37,9 @@ def test_every_recipe_can_be_measured() -> None:
 
 
 def test_nearly_every_recipe_runs_with_plans() -> None:
-    planned = {name for name, effects in accepted(collect_only=False).items() if "measures" not in effects}
+    planned = {
+        name for name, effects in accepted(collect_only=False).items() if "measures" not in effects
+    }
     assert len(planned) >= LEAST_PLANNED * NUM_RECIPES
 
 
