@@ -14,6 +14,7 @@ from megatron_snip.formats import Format
 from megatron_snip.linears.discovery import find_linears, global_linears
 from megatron_snip.linears.megatron_linear import PlannedLinear, SimulatedLinear
 from megatron_snip.linears.runtime import Runtime
+from megatron_snip.linears.te.fused_mlp import FusedMLP, fused_mlps
 from megatron_snip.linears.te.gathered_weights import GatheredWeights
 from megatron_snip.linears.te.linear import FreshWeights, RecipeTELinear, SimulatedTELinear
 from megatron_snip.linears.te.machine import measured_format, this_machine
@@ -60,12 +61,16 @@ class PlannedModel:
         self.backend: Backend = "te" if with_te else "simulate"
         self.machine = this_machine(with_te, self.config if with_te else None)
         self.linears = [self._planned(module, places, backend) for module, places in found]
-        self._overrides: list[FreshWeights | GatheredWeights] = []
+        self._overrides: list[FreshWeights | GatheredWeights | FusedMLP] = []
+        fused: list[FusedMLP] = []
         for chunk in self.chunks:
+            fused += fused_mlps(chunk, self.linears, self.runtime)
             inside = _with_fresh_weights(self.linears, set(chunk.modules()))
             if inside:
                 stored = [linear.stored for linear in inside if linear.stored is not None]
                 self._overrides += [FreshWeights(chunk, inside), GatheredWeights(chunk, stored)]
+        self._overrides += fused
+        self._own_ties = [list(mlp.names) for mlp in fused]
         own = [placement for _, placements in found for placement in placements]
         self.all_linears: tuple[LinearInfo, ...] = global_linears(own, topology)
         if not self.all_linears:
@@ -101,6 +106,13 @@ class PlannedModel:
         self._options = dict(options)
         for linear in self.linears:
             linear.option = options[linear.name]
+
+    def ties(self) -> tuple[tuple[str, ...], ...]:
+        """All ranks: return the groups of linears that must have one option, in model order."""
+        order = {linear.name: i for i, linear in enumerate(self.all_linears)}
+        gathered = gather_json(self._own_ties, self.runtime.topology.control)
+        found = {tuple(names) for rank in gathered for names in rank}
+        return tuple(sorted(found, key=lambda names: order[names[0]]))
 
     @property
     def experts_run_as_the_job(self) -> bool:

@@ -192,6 +192,11 @@ class RecipeTELinear:
         self.module.te_quant_params = self._original
         self.option = self.job_option
 
+    @property
+    def planned_params(self) -> Any:
+        """Megatron's TEQuantizationParams of the option."""
+        return self._planned
+
     def begin_step(self) -> None:
         """Drop what was made of the weights of the step before."""
         # Where the run quantizes by default Transformer Engine quantizes them again, in place:
@@ -228,7 +233,8 @@ class RecipeTELinear:
             return TERecipe() if self._job_recipe != TERecipe() else None
         return None if self.is_untouched else te_recipe(self._option, self._machine)
 
-    def _before_forward(self, module: Any, args: Any, kwargs: Any) -> None:
+    # Megatron calls the hooks of linears whose operations are fused with fewer arguments.
+    def _before_forward(self, module: Any, args: Any, kwargs: Any = None) -> None:
         recipe = self._bf16 if self._runtime.in_bf16 else self._planned
         module.te_quant_params = recipe
         self._overlap.set_recipe(self._recipe_in_forward())
@@ -239,7 +245,7 @@ class RecipeTELinear:
             # the plan's for a change, and free quantized weights that captured kernels write to.
             module.fp8_meta["recipe"] = self._last_recipe
 
-    def _after_forward(self, module: Any, args: Any, kwargs: Any, result: Any) -> Any:
+    def _after_forward(self, module: Any, args: Any, kwargs: Any, result: Any = None) -> Any:
         if module.fp8_initialized:  # not after a forward in BF16
             self._last_recipe = module.fp8_meta.get("recipe")
         return with_tap(self, args, kwargs, result)
@@ -341,8 +347,8 @@ def with_tap(
         result: of the forward.
     """
     observer, module = linear._runtime.observer, linear.module
-    if observer is None or not torch.is_grad_enabled():
-        return result
+    if observer is None or not torch.is_grad_enabled() or result is None:
+        return result  # Megatron calls hooks of fused linears without a result
     out, bias = result
     given = dict(zip(("x", "m_splits"), args, strict=False)) | kwargs
     if not is_grouped(module):

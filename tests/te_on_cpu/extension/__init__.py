@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from tests.te_on_cpu.extension import (
+    activations,
     enums,
     gemm,
     layout,
@@ -25,7 +26,7 @@ from tests.te_on_cpu.extension import (
     softmax,
 )
 
-_SUBJECTS = (gemm, layout, machine, norms, optimizers, quantize, recipe, softmax)
+_SUBJECTS = (activations, gemm, layout, machine, norms, optimizers, quantize, recipe, softmax)
 _NAMES = (Path(__file__).parent / "names.txt").read_text().split()
 """The functions of the extension (pybind.cpp and what it includes)."""
 

@@ -1,4 +1,4 @@
-"""188 published recipes: which run with plans, which are measured, and what docs say of each flag."""
+"""188 published recipes: which run with plans, which are measured; what docs say of each flag."""
 
 from typing import Any
 

@@ -1,0 +1,122 @@
+"""MLPs whose operations Transformer Engine fuses (`--use-transformer-engine-op-fuser`).
+
+Megatron builds a sequence of operations from the parameters of an MLP's two linears and does not
+call the linears. So the MLP's `forward` is overridden:
+
+    the job's own option      the fused operations, untouched
+    another option for both   the fused operations, in the autocast of that option's recipe
+    all else                  the two linears, as a job without the flag runs them: where they are
+                              measured, in BF16 evaluations, where their options differ or are
+                              simulated, and where the job stores weights quantized
+
+The planner gives both linears of such an MLP one option (`PlanningProblem.ties`). Its two kinds are
+TEFusedMLP, and experts with `_with_fused_impl` (Megatron-Core 0.17 and later).
+"""
+
+import sys
+from collections.abc import Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from megatron.core.transformer.mlp import MLP
+
+from megatron_snip.linears.runtime import Runtime
+from megatron_snip.linears.te.linear import RecipeTELinear, SimulatedTELinear
+from megatron_snip.linears.te.modules import EXTENSION
+
+_EXPERTS_SWITCH = "_with_fused_impl"
+_BUILT = {"experts": "_fused_ops", "dense": "_fused_impl"}
+"""Attributes that hold the sequence of operations, which Megatron builds when it is None."""
+
+
+class FusedMLP:
+    """One MLP with fused operations under a plan.
+
+    Attributes:
+        module: Megatron's.
+        names: its linears.
+    """
+
+    def __init__(
+        self, module: Any, linears: Sequence[RecipeTELinear | SimulatedTELinear], runtime: Runtime
+    ) -> None:
+        """Prepare; nothing is overridden yet."""
+        self.module = module
+        self.names = tuple(linear.name for linear in linears)
+        self._linears = tuple(linears)
+        self._runtime = runtime
+        self._is_dense = not hasattr(module, _EXPERTS_SWITCH)
+        self._original = module.forward
+        self._fused_recipe = self._recipe
+
+    def install(self) -> None:
+        """Override the instance's method; idempotent."""
+        self.module.__dict__.setdefault("forward", self._forward)
+
+    def uninstall(self) -> None:
+        """Restore the class's method, unless another override has replaced ours."""
+        if self.module.__dict__.get("forward") == self._forward:
+            del self.module.__dict__["forward"]
+            self._set_fused(True)
+
+    @property
+    def _recipe(self) -> str:
+        return self._linears[0].recipe
+
+    def _is_fused(self) -> bool:
+        if self._runtime.observer is not None or self._runtime.in_bf16:
+            return False
+        if all(linear.is_untouched for linear in self._linears):
+            return True
+        return len({linear.recipe for linear in self._linears}) == 1 and all(
+            isinstance(linear, RecipeTELinear) and linear.stored is None for linear in self._linears
+        )
+
+    def _forward(self, *args: Any, **kwargs: Any) -> Any:
+        is_fused = self._is_fused()
+        self._set_fused(is_fused)
+        if not is_fused:
+            if self._is_dense:
+                return MLP.forward(self.module, *args, **kwargs)
+            return self._original(*args, **kwargs)
+        if self._recipe != self._fused_recipe:
+            # Operations reuse quantizers by the recipe's class, as modules do.
+            setattr(self.module, _BUILT["dense" if self._is_dense else "experts"], None)
+            self._fused_recipe = self._recipe
+        with self._autocast():
+            return self._original(*args, **kwargs)
+
+    def _set_fused(self, is_fused: bool) -> None:
+        # It stays so until the next forward: Megatron reads it again for delayed weight gradients.
+        if not self._is_dense:
+            setattr(self.module, _EXPERTS_SWITCH, is_fused)
+
+    def _autocast(self) -> Any:
+        linear = self._linears[0]
+        if linear.is_untouched or not isinstance(linear, RecipeTELinear):
+            return nullcontext()
+        extension: Any = sys.modules[EXTENSION]
+        return extension._get_fp8_autocast_for_quant_params(
+            linear.planned_params, self.module.training
+        )
+
+
+def fused_mlps(chunk: torch.nn.Module, linears: Sequence[Any], runtime: Runtime) -> list[FusedMLP]:
+    """Return the MLPs of a chunk whose operations are fused, with their linears."""
+    by_module = {id(linear.module): linear for linear in linears}
+    found = []
+    for module in chunk.modules():
+        if _is_fused_kind(module):
+            own = [
+                by_module.get(id(getattr(module, n, None))) for n in ("linear_fc1", "linear_fc2")
+            ]
+            known = [linear for linear in own if linear is not None]
+            if len(known) == len(own):
+                found.append(FusedMLP(module, known, runtime))
+    return found
+
+
+def _is_fused_kind(module: torch.nn.Module) -> bool:
+    kinds = {kind.__name__ for kind in type(module).__mro__}
+    return "TEFusedMLP" in kinds or bool(getattr(module, _EXPERTS_SWITCH, False))

@@ -1,0 +1,88 @@
+"""Ties: linears that must have one option, such as the two of an MLP with fused operations.
+
+The planner sees each group as one linear with the group's FLOPs, quality losses and seconds. It has
+the name of the group's first linear; a plan gives its option to all of them.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from megatron_snip.errors import UsageError
+from megatron_snip.options import BF16, Option
+from megatron_snip.planning.problem import LinearChoices, OptionCost, PlanningProblem
+from megatron_snip.planning.settings import PlanSettings
+from megatron_snip.types import glob_matches
+
+
+def merged(
+    problem: PlanningProblem, settings: PlanSettings
+) -> tuple[PlanningProblem, PlanSettings]:
+    """Return the problem and the settings with one linear for each group of tied linears.
+
+    Raises:
+        UsageError: if linears of different stages are tied.
+    """
+    if not problem.ties:
+        return problem, settings
+    rows = {row.name: row for row in problem.linears}
+    others = {name for names in problem.ties for name in names[1:]}
+    groups = {names[0]: [rows[name] for name in names] for names in problem.ties}
+    linears = tuple(
+        _merged(groups[row.name]) if row.name in groups else row
+        for row in problem.linears
+        if row.name not in others
+    )
+    pins = tuple(_pins(problem.ties, settings.pins))
+    return (
+        problem.model_copy(update={"linears": linears, "ties": ()}),
+        settings.model_copy(update={"pins": (*settings.pins, *pins)}),
+    )
+
+
+def spread(linears: Mapping[str, Option], problem: PlanningProblem) -> dict[str, Option]:
+    """Return the options of all linears of a problem, from those of its merged linears."""
+    first = {name: names[0] for names in problem.ties for name in names}
+    return {name: linears[first.get(name, name)] for name in problem.names}
+
+
+def _merged(rows: Sequence[LinearChoices]) -> LinearChoices:
+    if len({row.stage for row in rows}) > 1:
+        names = ", ".join(row.name for row in rows)
+        raise UsageError(f"tied linears are on different pipeline stages: {names}")
+    flops = sum(row.flops for row in rows)
+    shared = [text for text in rows[0].options if all(text in row.options for row in rows)]
+    options = {text: _sum([row.options[text] for row in rows], rows, flops) for text in shared}
+    # bf16 changes nothing, so linears without a common option get that.
+    return rows[0].model_copy(
+        update={
+            "flops": flops,
+            "options": options or {str(BF16): OptionCost(quality_loss=0.0, saving=0.0)},
+        }
+    )
+
+
+def _sum(costs: Sequence[OptionCost], rows: Sequence[LinearChoices], flops: float) -> OptionCost:
+    saved = sum(cost.saving * row.flops for cost, row in zip(costs, rows, strict=True))
+    names = [name for name in costs[0].scores if all(name in cost.scores for cost in costs)]
+    return OptionCost(
+        quality_loss=_total([cost.quality_loss for cost in costs]),
+        saving=min(saved / flops, 1.0) if flops else costs[0].saving,
+        seconds=_total([cost.seconds for cost in costs]),
+        scores={name: _total([cost.scores[name] for cost in costs]) for name in names},
+    )
+
+
+def _total(values: Sequence[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return sum(known) if len(known) == len(values) else None
+
+
+def _pins(
+    ties: Sequence[Sequence[str]], pins: Sequence[tuple[str, str]]
+) -> Iterator[tuple[str, str]]:
+    """Yield pins of the first linears of groups, for pins that match other ones."""
+    for first, *others in ties:
+        for glob, option in pins:
+            matches: Any = (glob_matches(name, glob) for name in others)
+            if any(matches) and not glob_matches(first, glob):
+                yield first, option
