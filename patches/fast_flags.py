@@ -12,6 +12,15 @@ def _overlaps_in_low_precision(args: Namespace) -> bool:
     return given("overlap_moe_expert_parallel_comm")(args) and given("fp8", "fp4")(args)
 
 
+def _stores_weights(args: Namespace) -> bool:
+    names = ("fp8_param_gather", "fp8_param", "fp4_param_gather", "fp4_param")
+    return given(*names)(args)
+
+
+def _gathers_bf16(args: Namespace) -> bool:
+    return given("reuse_grad_buf_for_mxfp8_param_ag")(args)
+
+
 _GRAPHS = ("full_iteration", "transformer_engine")
 
 
@@ -41,11 +50,20 @@ def _simulates(args: Namespace) -> bool:
 
 FAST_FLAGS: tuple[FlagRow, ...] = (
     FlagRow(
-        "--fp8-param-gather or --fp4-param-gather",
-        given("fp8_param_gather", "fp8_param", "fp4_param_gather", "fp4_param"),
-        plans="refuses",
-        collects="refuses",
-        text="weights are stored in that format, so a plan cannot raise their precision",
+        "--fp8-param-gather with --reuse-grad-buf-for-mxfp8-param-ag",
+        lambda args: _stores_weights(args) and _gathers_bf16(args),
+        plans="runs",
+        text="linears planned otherwise multiply the BF16 weight that Megatron gathers; there is "
+        "one copy of it for each of them",
+        num_recipes=48,
+    ),
+    FlagRow(
+        "--fp8-param-gather or --fp4-param-gather alone",
+        lambda args: _stores_weights(args) and not _gathers_bf16(args),
+        plans="pins",
+        text="weights are stored in the job's format, and a plan runs a linear in that or, "
+        "dequantized, in BF16",
+        num_recipes=70,
     ),
     FlagRow(
         "--cuda-graph-impl local",
@@ -81,19 +99,22 @@ FAST_FLAGS: tuple[FlagRow, ...] = (
         given("delay_wgrad_compute", "overlap_dispatch_backward_with_experts_wgrad"),
         plans="runs",
         text="weight gradients are delayed under every option, simulated ones as well",
+        num_recipes=22,
     ),
     FlagRow(
         "--overlap-moe-expert-parallel-comm in an FP8 or FP4 run",
         _overlaps_in_low_precision,
         plans="runs",
         text="the experts' input stays in memory while a plan runs experts in another precision",
+        num_recipes=18,
     ),
     FlagRow(
         "--use-transformer-engine-op-fuser",
         given("use_transformer_engine_op_fuser"),
-        plans="refuses",
-        collects="refuses",
-        text="fused operations do not call the linears",
+        plans="pins",
+        text="the two linears of an MLP with fused operations have one option; a measured "
+        "iteration runs them unfused",
+        num_recipes=19,
     ),
     FlagRow(
         "--tp-comm-overlap",
@@ -117,5 +138,6 @@ FAST_FLAGS: tuple[FlagRow, ...] = (
         collects="refuses",
         text="it moves parameters and gradients out of the modules between layers",
         remedy="use --use-distributed-optimizer instead",
+        num_recipes=8,
     ),
 )

@@ -109,7 +109,6 @@ INCOMPATIBLE_FLAGS: tuple[FlagRow, ...] = (
 
 UNPLANNED_MODULES = {
     "GroupedMLP": "drop --moe-grouped-gemm",
-    "TEFusedMLP": "drop --use-transformer-engine-op-fuser",
 }
 """Classes of modules that multiply without linears -> what to do."""
 

@@ -7,8 +7,8 @@ docs/backends.md has the table. Callers log the texts that are returned.
 """
 
 import logging
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from megatron.core.utils import get_model_config
@@ -18,13 +18,15 @@ from megatron_snip.collectives import any_rank, gather_json
 from megatron_snip.config import AUTO, SIMULATED_FORMATS, SnipConfig
 from megatron_snip.errors import UnsupportedError
 from megatron_snip.linears.model import PlannedModel
+from megatron_snip.linears.te.gathered_weights import gathers_exact
 from megatron_snip.linears.te.machine import Machine, te_support, this_machine, unmeasured_settings
-from megatron_snip.linears.te.modules import te_kind
+from megatron_snip.linears.te.modules import te_kind, weights_of
 from megatron_snip.log import warn_once_per_job
 from megatron_snip.options import Option, formats_in
 from megatron_snip.planning.calibration import CalibrationTable, with_seconds
 from megatron_snip.planning.problem import PlanningProblem
 from megatron_snip.planning.restrictions import Refusals, reasons, restrict_problem
+from megatron_snip.quantizers.stored import is_quantized
 
 logger = logging.getLogger(__name__)
 
@@ -46,6 +48,12 @@ def resolve_formats(
     formats = config.formats
     if is_auto:
         formats = te_formats(machine) if with_te else SIMULATED_FORMATS
+    if is_auto and with_te and not config.collect_only:
+        formats = tuple(
+            name
+            for name in formats
+            if any_rank(_fits_a_weight(te_support(name, machine)[0], model, machine), control)
+        )
     if control is None or torch.distributed.get_rank() == 0:
         backend = "te" if with_te else "simulate"
         if is_auto:
@@ -53,6 +61,18 @@ def resolve_formats(
     if with_te:
         _log_recipes(formats_in(formats), machine)
     return config.model_copy(update={"formats": formats})
+
+
+def _fits_a_weight(recipe: str, model: Sequence[torch.nn.Module], machine: Machine) -> bool:
+    """Return whether the stored weight of any linear on this rank allows a recipe."""
+    if recipe in ("bf16", machine.run_recipe):
+        return True
+    return any(
+        gathers_exact(chunk) or not all(map(is_quantized, weights_of(module)))
+        for chunk in model
+        for module in chunk.modules()
+        if te_kind(module) is not None
+    )
 
 
 def _log_recipes(formats: Sequence[str], machine: Machine) -> None:
@@ -98,16 +118,23 @@ class AvailableOptions:
         warnings: one line per option that some or all linears cannot run.
         calibration: seconds of every option that is not refused, if time is the objective. Then
             `refusals` has the options that are not faster than BF16 as well.
+        job: what the job itself runs each linear in.
+        ties: groups of linears that must have one option.
+        lowest_format: the format that the efficiency target counts.
     """
 
     options: tuple[Option, ...]
     refusals: Refusals
     warnings: tuple[str, ...] = ()
     calibration: CalibrationTable | None = None
+    job: Mapping[str, Option] = field(default_factory=dict)
+    ties: tuple[tuple[str, ...], ...] = ()
+    lowest_format: str = "bf16"
 
     def restrict(self, problem: PlanningProblem) -> PlanningProblem:
         """Return a problem with what each linear can run, and with seconds if there are any."""
-        problem = restrict_problem(problem, self.refusals)
+        problem = restrict_problem(problem, self.refusals, self.job, self.lowest_format)
+        problem = problem.model_copy(update={"ties": self.ties})
         return problem if self.calibration is None else with_seconds(problem, self.calibration)
 
 
@@ -121,13 +148,24 @@ def available_options(model: PlannedModel, config: SnipConfig) -> AvailableOptio
         UnsupportedError: on every rank, if no linear can run the lowest precision, so that the
             efficiency target would have no meaning.
     """
+    job = model.job_options()
+    ties = model.ties()
     if config.collect_only and config.plan_file is None:
-        return AvailableOptions(config.options, {})
+        return AvailableOptions(
+            config.options, {}, job=job, ties=ties, lowest_format=config.lowest_format
+        )
     lowest = Option.uniform(config.lowest_format)
     refusals = option_refusals(model, (*config.options, lowest))
     num_linears = len(model.all_linears)
     options = tuple(o for o in config.options if len(refusals[o]) < num_linears)
     warnings = []
+    if pinned := model.pinned():
+        warnings.append(f"{len(pinned)} linears stay as the job runs them: {reasons(pinned)}")
+    if ties:
+        warnings.append(
+            f"the linears of {len(ties)} MLPs have one option each, because their operations are "
+            "fused"
+        )
     for option in config.options:
         if refused := refusals[option]:
             which = f"{len(refused)} linears" if option in options else "any linear"
@@ -137,7 +175,14 @@ def available_options(model: PlannedModel, config: SnipConfig) -> AvailableOptio
             f"no linear of this model can run {lowest}, the lowest precision of --snip-formats: "
             f"{reasons(refusals[lowest])}; choose other formats or use --snip-backend simulate"
         )
-    return AvailableOptions(options, refusals, tuple(warnings))
+    return AvailableOptions(
+        options,
+        refusals,
+        tuple(warnings),
+        job=job,
+        ties=ties,
+        lowest_format=config.lowest_format,
+    )
 
 
 def option_refusals(model: PlannedModel, options: Iterable[Option]) -> dict[Option, dict[str, str]]:

@@ -37,6 +37,7 @@ class SimulatedLinear(ABC):
         placements: one per weight.
         weights: [N, K] of this shard, in the same order.
         option: formats of its GEMMs; assign between iterations only, on all ranks alike.
+        pinned: why it can run nothing else than the job's option, or None.
     """
 
     backend: Backend = "simulate"
@@ -51,9 +52,15 @@ class SimulatedLinear(ABC):
         self.placements = tuple(placements)
         self.weights = weights_of(module)
         self.option: Option = BF16
+        self.pinned: str | None = None
         self._runtime = runtime
         self._original = getattr(module, self._method)
         self._saves_input = _frees_inputs(getattr(module, "config", None))
+
+    @property
+    def job_option(self) -> Option:
+        """The option that stands for what the job itself runs."""
+        return BF16
 
     @property
     def is_untouched(self) -> bool:
@@ -67,8 +74,8 @@ class SimulatedLinear(ABC):
         return labels[0] if len(set(labels)) == 1 else "-".join(labels)
 
     def refusal(self, option: Option) -> str | None:
-        """Return None: every option can be simulated."""
-        return None
+        """Return why this linear cannot run `option` here; every option can be simulated."""
+        return None if option == BF16 else self.pinned
 
     def install(self) -> None:
         """Override the instance's method; idempotent."""

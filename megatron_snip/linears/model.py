@@ -107,6 +107,18 @@ class PlannedModel:
         for linear in self.linears:
             linear.option = options[linear.name]
 
+    def job_options(self) -> dict[str, Option]:
+        """All ranks: return the option that stands for what the job itself runs, by linear."""
+        own = {linear.name: str(linear.job_option) for linear in self.linears}
+        ranks = gather_json(own, self.runtime.topology.control)
+        return {name: Option.parse(text) for rank in ranks for name, text in rank.items()}
+
+    def pinned(self) -> dict[str, str]:
+        """All ranks: return the linears that stay as the job runs them, and why."""
+        own = {x.name: x.pinned for x in self.linears if x.pinned is not None}
+        ranks = gather_json(own, self.runtime.topology.control)
+        return {name: why for rank in ranks for name, why in rank.items()}
+
     def ties(self) -> tuple[tuple[str, ...], ...]:
         """All ranks: return the groups of linears that must have one option, in model order."""
         order = {linear.name: i for i, linear in enumerate(self.all_linears)}

@@ -80,6 +80,11 @@ def find_violations(
         usable = [cost for cost in costs.values() if cost.quality_loss is not None]
         numbers = _numbers(linear, own, [own] if pins or not usable else usable, settings.cost)
         stages[linear.stage].append(numbers)
+    faults += [
+        f"{', '.join(names)} are tied and have different options"
+        for names in problem.ties
+        if len({plan.linears[name] for name in names}) > 1
+    ]
     if plan.digest != assignment_digest(plan.linears):
         faults.append("the digest does not match the assignment")
     target = problem.target if settings.target is None else settings.target

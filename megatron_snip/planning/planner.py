@@ -19,6 +19,7 @@ from megatron_snip.planning.plan import (
 from megatron_snip.planning.policies import Request, get_policy
 from megatron_snip.planning.problem import PlanningProblem, parse_option
 from megatron_snip.planning.settings import PlanSettings
+from megatron_snip.planning.ties import merged, spread
 
 
 def make_plan(
@@ -47,11 +48,14 @@ def make_plan(
         PlanningError: the result failed validation (a bug; nothing is returned).
     """
     start = time.monotonic()
+    if previous is not None:
+        previous.check_against(problem.names)
+    every = problem
+    problem, settings = merged(problem, settings)
     policy = get_policy(settings.policy, problem)
     table = make_table(problem, settings.cost)
     hint = None
     if previous is not None:
-        previous.check_against(problem.names)
         hint = table.columns_of([str(previous.linears[name]) for name in table.names])
     target = problem.target if settings.target is None else settings.target
     constraints = make_constraints(table, settings, target, hint)
@@ -79,7 +83,10 @@ def make_plan(
     faults = find_violations(plan, problem, settings, policy.heeds_target)
     if faults:
         raise PlanningError(f"policy '{settings.policy}' made an invalid plan: {faults[0]}")
-    return plan
+    if not every.ties:
+        return plan
+    linears = spread(linears, every)
+    return plan.model_copy(update={"linears": linears, "digest": assignment_digest(linears)})
 
 
 def frontier(

@@ -7,7 +7,8 @@ The file, schema version 1, holds exactly these keys:
                   "options": {OPTION: {"quality_loss": number | null, "saving": number,
                                        "seconds": number (optional),
                                        "scores": {NAME: number | null} (optional)}}}],
-     "target": number}
+     "target": number,
+     "ties": [[NAME, ...], ...] (optional)}
 
 A run writes one such file at every refresh.
 """
@@ -34,6 +35,7 @@ STRICT = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=Fals
 # Sums over linears must stay far from a double's overflow.
 _Magnitude = Annotated[float, Field(ge=-1e150, le=1e150)]
 _NonNegative = Annotated[float, Field(ge=0.0, le=1e150)]
+_Tie = Annotated[tuple[str, ...], Field(min_length=2, strict=False)]
 _Share = Annotated[float, Field(ge=0.0, le=1.0)]
 
 parse_option = lru_cache(maxsize=4096)(Option.parse)
@@ -101,6 +103,7 @@ class PlanningProblem(BaseModel):
         version: of the schema.
         linears: in the order in which plans and tables list them.
         target: least efficiency in [0, 1].
+        ties: names of linears that must have the same option, in groups of two or more.
     """
 
     model_config = STRICT
@@ -108,6 +111,16 @@ class PlanningProblem(BaseModel):
     version: Literal[1] = 1
     linears: Annotated[tuple[LinearChoices, ...], Field(min_length=1, strict=False)]
     target: _Share
+    ties: Annotated[tuple[_Tie, ...], Field(strict=False)] = ()
+
+    @model_validator(mode="after")
+    def _check_ties(self) -> Self:
+        tied = [name for names in self.ties for name in names]
+        for name, count in Counter(tied).items():
+            if name not in self.names or count > 1:
+                where = "no linear" if name not in self.names else "tied twice"
+                raise UsageError(f"ties: '{name}' is {where}")
+        return self
 
     @model_validator(mode="after")
     def _check_unique(self) -> Self:
@@ -140,7 +153,9 @@ class PlanningProblem(BaseModel):
 
         Encoding a large problem so never holds the interpreter lock for long.
         """
-        yield f'{{"version": {self.version}, "target": {json.dumps(self.target)}, "linears": ['
+        ties = f'"ties": {json.dumps(self.ties)}, ' if self.ties else ""
+        head = f'"version": {self.version}, "target": {json.dumps(self.target)}, {ties}'
+        yield f'{{{head}"linears": ['
         for i, linear in enumerate(self.linears):
             yield ("," if i else "") + "\n " + linear.model_dump_json(exclude_defaults=True)
         yield "\n]}\n"

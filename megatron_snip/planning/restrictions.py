@@ -13,14 +13,28 @@ Refusals = Mapping[Option, Mapping[str, str]]
 """Option -> linears that cannot run it -> reason."""
 
 
-def restrict_problem(problem: PlanningProblem, refusals: Refusals) -> PlanningProblem:
-    """Return a problem whose linears list only what they can run; BF16 if that is nothing."""
-    bf16 = {str(BF16): OptionCost(quality_loss=0.0, saving=0.0)}
+def restrict_problem(
+    problem: PlanningProblem,
+    refusals: Refusals,
+    job: Mapping[str, Option] | None = None,
+    lowest_format: str = "bf16",
+) -> PlanningProblem:
+    """Return a problem whose linears list only what they can run.
+
+    Args:
+        problem: all options of each linear.
+        refusals: the options that linears cannot run.
+        job: what the job runs each linear in; a linear that is absent runs BF16. A linear that can
+            run none of its options keeps that.
+        lowest_format: the format that the target counts.
+    """
 
     def left(row: LinearChoices) -> dict[str, OptionCost]:
         options = row.options.items()
         runs = {n: c for n, c in options if row.name not in refusals.get(parse_option(n), {})}
-        return runs or bf16
+        kept = (job or {}).get(row.name, BF16)
+        saving = kept.share_in(lowest_format) if kept != BF16 else 0.0
+        return runs or {str(kept): OptionCost(quality_loss=0.0, saving=saving)}
 
     return problem.with_options(left)
 

@@ -5,7 +5,6 @@ the name of the group's first linear; a plan gives its option to all of them.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
 
 from megatron_snip.errors import UsageError
 from megatron_snip.options import BF16, Option
@@ -32,10 +31,9 @@ def merged(
         for row in problem.linears
         if row.name not in others
     )
-    pins = tuple(_pins(problem.ties, settings.pins))
     return (
         problem.model_copy(update={"linears": linears, "ties": ()}),
-        settings.model_copy(update={"pins": (*settings.pins, *pins)}),
+        settings.model_copy(update={"pins": tuple(_pins(problem, settings.pins))}),
     )
 
 
@@ -77,12 +75,12 @@ def _total(values: Sequence[float | None]) -> float | None:
     return sum(known) if len(known) == len(values) else None
 
 
-def _pins(
-    ties: Sequence[Sequence[str]], pins: Sequence[tuple[str, str]]
-) -> Iterator[tuple[str, str]]:
-    """Yield pins of the first linears of groups, for pins that match other ones."""
-    for first, *others in ties:
-        for glob, option in pins:
-            matches: Any = (glob_matches(name, glob) for name in others)
-            if any(matches) and not glob_matches(first, glob):
-                yield first, option
+def _pins(problem: PlanningProblem, pins: Sequence[tuple[str, str]]) -> Iterator[tuple[str, str]]:
+    """Yield the pins for merged linears: a pin of one linear of a group holds for the group."""
+    first = {name: names[0] for names in problem.ties for name in names}
+    for glob, option in pins:
+        matching = [name for name in problem.names if glob_matches(name, glob)]
+        if all(first.get(name, name) == name for name in matching):
+            yield glob, option
+        else:
+            yield from ((name, option) for name in dict.fromkeys(first.get(n, n) for n in matching))

@@ -116,6 +116,7 @@ class SnipController:
         self._control = topology.control
         self._reporter = Reporter(writers, logs=topology.rank == 0)
         self._plans = RunPlans(config, self.model, train_iters, calibration_cache)
+        self.config = config = self._plans.config
         available = self._plans.available
         for text in available.warnings:
             self._reporter.warn(text)

@@ -2,27 +2,28 @@
 
 The plan that a run starts with comes from one of five places; the first that applies counts:
 
-    1. collect_only          the plan file, or BF16
+    1. collect_only          the plan file, or what the job runs
     2. a plan file           unless the stopped run was given the same one
     3. the policy            if it needs no measurement (again at a resume, unless there is a
                              schedule of targets and the settings are those of the stopped run)
     4. the checkpoint        and if settings of the plan changed, the policy plans from the
                              checkpoint's measurements before the first iteration
-    5. BF16
+    5. what the job runs: BF16, or the low precision that it has by default
 
 Wherever a plan comes from, the settings as given now hold: a pinned linear gets its option, and no
 linear gets a format that is not among the formats, nor an option that it cannot run. A plan file
 that breaks a pin or the formats is an error, because both were given in the same command.
 """
 
+import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from megatron_snip.config import SnipConfig
 from megatron_snip.divergence.quality_loss import unmeasured_problem
-from megatron_snip.errors import UsageError, listing, naming_field
+from megatron_snip.errors import InfeasiblePlanError, UsageError, listing, naming_field
 from megatron_snip.formats import get_format
 from megatron_snip.linears.availability import AvailableOptions, available_options, option_refusals
 from megatron_snip.linears.calibrate import timed_options
@@ -40,8 +41,9 @@ from megatron_snip.planning.plan import (
 from megatron_snip.planning.planner import make_plan
 from megatron_snip.planning.policies import UNIFORM, get_policy
 from megatron_snip.planning.problem import LinearChoices, OptionCost, PlanningProblem, parse_option
-from megatron_snip.planning.restrictions import bits_of, nearest_option, reasons
+from megatron_snip.planning.restrictions import Refusals, bits_of, nearest_option, reasons
 from megatron_snip.planning.settings import PlanSettings
+from megatron_snip.planning.ties import merged
 from megatron_snip.run.solve import PendingProblem, plan_from_rank_0
 from megatron_snip.run.state import ControllerState, changed_plan_settings
 from megatron_snip.types import Gemm
@@ -89,6 +91,7 @@ class RunPlans:
 
     Attributes:
         available: what the linears can run.
+        config: the settings; without a target of the user's, with the highest that is reachable.
         targets: the efficiency target of every iteration.
         work: (stage, FLOPs per token) by linear.
     """
@@ -101,7 +104,6 @@ class RunPlans:
         calibration_cache: Path | None,
     ) -> None:
         """All ranks; it raises what `SnipController` does."""
-        self.targets = config.targets(train_iters)
         self.work = {i.name: (i.stage, i.flops_per_token) for i in model.all_linears}
         self.available: AvailableOptions = available_options(model, config)
         if config.cost == "time" and not config.collect_only:
@@ -109,6 +111,8 @@ class RunPlans:
         self._config = config
         self._model = model
         self._control = model.runtime.topology.control
+        self.config = self._config = self._reachable(config)
+        self.targets = self.config.targets(train_iters)
 
     def first_plan(self, state: ControllerState | None, seed: int) -> FirstPlan:
         """All ranks: return the plan that the run starts with, or resumes with.
@@ -141,6 +145,9 @@ class RunPlans:
                     plan = read_plan(config.plan_file)
                     plan.check_against(problem.names)
                     return plan
+            starts_as_the_job = config.collect_only or get_policy(config.policy).needs_statistics
+            if starts_as_the_job and set(self.available.job.values()) != {BF16}:
+                return self._job_plan()
             return policy_plan(problem, config, seed, self.targets.at(num_done + 1))
 
         plan = plan_from_rank_0(make, self._control)
@@ -168,7 +175,7 @@ class RunPlans:
         """
         plan.check_against(self.work)
         pins = {option for _, option in self._config.pin_pairs}
-        candidates = (*plan.linears.values(), *self.available.options, *pins)
+        candidates = (*plan.linears.values(), *self.available.options, *pins, BF16)
         refusals = option_refusals(self._model, candidates)
         replaced = []
         for name, old in plan.linears.items():
@@ -179,16 +186,34 @@ class RunPlans:
             if name in refusals[new]:
                 reason, is_setting = refusals[new][name], False
                 new = nearest_option(new, can_run)
-            elif pin is None and not self._config.allows(old):
+                new = self.available.job[name] if name in refusals[new] else new
+            elif pin is None and not self._config.allows(old) and old != self.available.job[name]:
                 reason = "--snip-formats"
                 new = nearest_option(old, can_run)
             if new != old:
                 replaced.append(Replacement(name, old, new, reason, is_setting))
+        linears = {**plan.linears, **{each.linear: each.new for each in replaced}}
+        replaced += self._untied(linears, refusals)
         if not replaced:
             return plan, []
-        linears = {**plan.linears, **{each.linear: each.new for each in replaced}}
+        linears |= {each.linear: each.new for each in replaced}
         lowest = self._config.lowest_format
         return assigned_plan(linears, self.work, lowest, plan.policy, plan.iteration), replaced
+
+    def _untied(self, linears: Mapping[str, Option], refusals: Refusals) -> Iterator[Replacement]:
+        """Yield the replacements that give tied linears one option, of the most bits."""
+        for names in self.available.ties:
+            options = dict.fromkeys(linears[name] for name in names)
+            if len(options) == 1:
+                continue
+            finest = max(options, key=lambda option: sum(bits_of(option)))
+            candidates = (*options, *self.available.options)
+            can_run = [o for o in candidates if not any(n in refusals[o] for n in names)]
+            new = nearest_option(finest, can_run)
+            for name in names:
+                if linears[name] != new:
+                    why = "its operations are fused with those of another linear"
+                    yield Replacement(name, linears[name], new, why, is_setting=False)
 
     def _check_file(self, replaced: Sequence[Replacement]) -> None:
         """Refuse a plan file that contradicts the pins or formats of the same command."""
@@ -209,10 +234,42 @@ class RunPlans:
         return sum(share for name, share in shares if get_format(name).bits == bits)
 
     def fallback(self, plan: PrecisionPlan, iteration: int) -> PrecisionPlan:
-        """Return the guard's last fallback: BF16; pinned linears stay as in `plan`."""
+        """Return the guard's last fallback: what the job runs; pins hold as in `plan`."""
         c = self._config
-        linears = {n: BF16 if c.pin_of(n) is None else o for n, o in plan.linears.items()}
+        job = self.available.job
+        linears = {n: job[n] if c.pin_of(n) is None else o for n, o in plan.linears.items()}
         return assigned_plan(linears, self.work, c.lowest_format, "guard", iteration)
+
+    def _job_plan(self) -> PrecisionPlan:
+        """Return the plan that changes nothing but what a pin sets."""
+        c = self._config
+        linears = {name: c.pin_of(name) or option for name, option in self.available.job.items()}
+        return assigned_plan(linears, self.work, c.lowest_format, "job").model_copy(
+            update={"objective": None, "bound": None}
+        )
+
+    def _reachable(self, config: SnipConfig) -> SnipConfig:
+        """Return the settings with a default target that the linears can reach."""
+        asked = {"efficiency_target", "target_schedule"} & config.model_fields_set
+        if asked or config.collect_only:
+            return config
+        problem = self.unmeasured(config.efficiency_target)
+        settings = PlanSettings(**config.planning_values())
+        try:
+            check_constraints(problem, settings.model_copy(update={"pins": ()}))
+            return config  # or pins rule the target out, which `check_settings` reports
+        except InfeasiblePlanError as error:
+            best = error.best_target
+            if best is None or best >= config.efficiency_target:
+                return config
+            found = math.floor(best * 1e6) / 1e6
+            text = (
+                f"the efficiency target is {found:g}, the highest that these linears can reach, "
+                f"and not {config.efficiency_target:g}; --snip-efficiency-target sets another"
+            )
+            available = self.available
+            self.available = replace(available, warnings=(*available.warnings, text))
+            return config.model_copy(update={"efficiency_target": found})
 
     def unmeasured(self, target: float) -> PlanningProblem:
         """Return the problem before any measurement: all quality losses are 0."""
@@ -313,11 +370,31 @@ def check_settings(problem: PlanningProblem, config: SnipConfig, seed: int) -> N
     settings = PlanSettings(**config.planning_values(), seed=seed)
     if not makes_plans:  # then nothing measures the seconds that the cost `time` counts
         settings = settings.model_copy(update={"cost": "flops"})
+    feasible = makes_plans and (config.has_schedule or policy.needs_statistics)
     with naming_field("pins"):
-        table = make_table(problem, settings.cost)
-        constraints = make_constraints(table, settings, problem.target, None)
-        if makes_plans and (config.has_schedule or policy.needs_statistics):
-            constraints.checked_task()
+        check_constraints(problem, settings, feasible)
+
+
+def check_constraints(
+    problem: PlanningProblem, settings: PlanSettings, feasible: bool = True
+) -> None:
+    """Refuse pins that do not fit a problem, and constraints that no plan satisfies.
+
+    Args:
+        problem: what every linear can run.
+        settings: pins, balance and cost.
+        feasible: whether a plan must exist.
+
+    Raises:
+        UsageError: if a pin does not fit.
+        InfeasiblePlanError: if the constraints cannot be met.
+    """
+    problem, settings = merged(problem, settings)
+    constraints = make_constraints(
+        make_table(problem, settings.cost), settings, problem.target, None
+    )
+    if feasible:
+        constraints.checked_task()
 
 
 def policy_plan(

@@ -8,16 +8,19 @@ from typing import Any
 import pytest
 import torch
 
+from megatron_snip.config import SnipConfig
+from megatron_snip.linears.availability import available_options, resolve_formats
 from megatron_snip.linears.model import PlannedModel
 from megatron_snip.linears.te import stored_weight
 from megatron_snip.options import Option
 from megatron_snip.quantizers.stored import high_precision, is_quantized
+from megatron_snip.run.controller import SnipController
 from megatron_snip.statistics.health_table import HealthTable
 from megatron_snip.statistics.observer import StepObserver
 from megatron_snip.statistics.sample import MeasureSettings
 from megatron_snip.topology import Topology
 from megatron_snip.types import Operand
-from tests.te.models import EXPERTS, build, losses, plan, planned
+from tests.te.models import EXPERTS, build, losses, plan, planned, training
 
 MXFP8 = {"fp8": "e4m3", "fp8_recipe": "mxfp8"}
 JOBS: dict[str, dict[str, Any]] = {
@@ -63,6 +66,15 @@ def untouched(model: Any, **settings: Any) -> PlannedModel:
     under = PlannedModel([model], Topology(), seed=7, **settings)
     under.install()
     return under
+
+
+def losses_of(run: SnipController, model: Any, iteration: int) -> Any:
+    """One iteration through the controller, as `step` runs one without it."""
+    torch.manual_seed(3)
+    given = training(model)
+    results = run.forward_backward(iteration, given.function, **given.kwargs)
+    found = [float(next(iter(result.values()))) for result in results]
+    return found, {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
 
 
 def option_of(recipe: str) -> str:
@@ -262,3 +274,36 @@ def test_simulated_gemms_multiply_the_dequantized_weights() -> None:
     other = planned(twin, "fp4", backend="simulate")
     with under.runtime.training_pass(1), other.runtime.training_pass(1):
         assert equal(step(model), step(twin))
+
+
+@pytest.mark.parametrize(
+    ("recipe", "formats"),
+    [("mxfp8", ("bf16", "fp8")), ("nvfp4", ("bf16", "fp4"))],
+)
+def test_auto_leaves_out_what_no_stored_weight_allows(
+    recipe: str, formats: tuple[str, ...]
+) -> None:
+    model = job(recipe)
+    assert resolve_formats(SnipConfig(), [model], None).formats == formats
+    every = ("bf16", "fp8", "fp4")
+    assert resolve_formats(SnipConfig(collect_only=True), [model], None).formats == every
+    assert resolve_formats(SnipConfig(), [job(recipe, stored=False)], None).formats == every
+    config = resolve_formats(SnipConfig(), [model], None)
+    available = available_options(PlannedModel([model], Topology(), 7), config)
+    assert [str(option) for option in available.options] == list(formats)
+    assert not any(available.refusals.values())
+
+
+@pytest.mark.parametrize("collect_only", [True, False])
+@pytest.mark.parametrize("recipe", list(JOBS))
+def test_a_job_starts_as_it_does_without_snip(recipe: str, collect_only: bool) -> None:
+    """With `--snip-collect-only` it stays so: bitwise, while it is measured."""
+    truth = step(job(recipe))
+    model = job(recipe)
+    config = SnipConfig(collect_only=collect_only, start_step=1, interval=10)
+    optimizer = torch.optim.SGD(model.parameters())
+    run = SnipController(config, [model], optimizer, topology=Topology(), seed=7)
+    assert set(map(str, run.plan.linears.values())) == {option_of(recipe)}
+    found = losses_of(run, model, iteration=1)
+    assert equal(found, truth)
+    run.close()

@@ -161,7 +161,12 @@ class Linear:
 
 def available(linears: Sequence[Linear], **settings: Any) -> AvailableOptions:
     model: Any = SimpleNamespace(
-        linears=linears, all_linears=linears, runtime=SimpleNamespace(topology=Topology())
+        linears=linears,
+        all_linears=linears,
+        runtime=SimpleNamespace(topology=Topology()),
+        job_options=dict,
+        pinned=dict,
+        ties=tuple,
     )
     return available_options(model, SnipConfig(**settings))
 

@@ -22,7 +22,13 @@ PROBLEM = problem_of([[0.0, 0.0]] * 3, 0.5, stages=[0, 1, 1], flops=[1.0, 1.0, 2
 WORK = {A: (0, 1.0), B: (1, 1.0), C: (1, 2.0)}
 
 
-def run_plans(refusals: dict[Option, dict[str, str]] | None = None, **config: Any) -> RunPlans:
+def run_plans(
+    refusals: dict[Option, dict[str, str]] | None = None,
+    job: dict[str, Option] | None = None,
+    pinned: dict[str, str] | None = None,
+    ties: tuple[tuple[str, ...], ...] = (),
+    **config: Any,
+) -> RunPlans:
     """The plans of a run of one rank, whose linears refuse options as given."""
     refused = refusals or {}
 
@@ -35,6 +41,9 @@ def run_plans(refusals: dict[Option, dict[str, str]] | None = None, **config: An
         linears=[linear(name) for name in WORK],
         runtime=SimpleNamespace(topology=Topology()),
         backend="simulate",
+        job_options=lambda: {name: (job or {}).get(name, BF16) for name in WORK},
+        pinned=lambda: pinned or {},
+        ties=lambda: ties,
     )
     return RunPlans(SnipConfig(**{"formats": "fp8,fp4", **config}), model, None, None)
 
@@ -146,3 +155,48 @@ def test_a_restricted_problem_lists_what_each_linear_runs() -> None:
     assert (bf16.quality_loss, bf16.saving) == (0.0, 0.0)
     assert [row.flops for row in problem.linears] == [1.0, 1.0, 2.0]
     assert restrict_problem(PROBLEM, {}) == PROBLEM
+
+
+FP8_JOB = {A: FP8, B: FP8, C: BF16}
+
+
+def test_a_run_starts_with_what_the_job_runs_and_returns_to_it() -> None:
+    for config in ({}, {"collect_only": True}, {"formats": "bf16,fp4"}):
+        plans = run_plans(job=FP8_JOB, **config)
+        start = plans.first_plan(None, 0)
+        assert options_of(start.plan) == ["fp8", "fp8", "bf16"] and not start.changes
+        assert options_of(plans.fallback(plan_of(["fp4"] * 3), 7)) == ["fp8", "fp8", "bf16"]
+    assert first(job=FP8_JOB, pins=(f"{A}=fp4",)) == ["fp4", "fp8", "bf16"]
+
+
+def test_pinned_linears_keep_the_job_s_option_and_the_target_is_what_is_left() -> None:
+    refusals = {o: {B: "it is fixed"} for o in (BF16, FP4)}
+    given: dict[str, Any] = {"job": FP8_JOB, "pinned": {B: "it is fixed"}}
+    plans = run_plans(refusals, **given)
+    assert plans.config.efficiency_target == 0.75
+    problem = plans.unmeasured(0.75)
+    assert [sorted(row.options) for row in problem.linears] == [
+        ["fp4", "fp8"],
+        ["fp8"],
+        ["fp4", "fp8"],
+    ]
+    assert "1 linears stay as the job runs them: it is fixed" in plans.available.warnings
+    assert options_of(plans.fitted(plan_of(["fp4"] * 3))[0]) == ["fp4", "fp8", "fp4"]
+    refusals |= {FP4: {B: "it is fixed", C: "it is stored"}}
+    plans = run_plans(refusals, **given)
+    assert plans.config.efficiency_target == 0.25
+    assert "the efficiency target is 0.25, the highest that" in plans.available.warnings[-1]
+    assert plans.first_plan(None, 0).plan.target <= 0.25
+    with pytest.raises(UsageError, match=r"best reachable target is 0\.25"):
+        run_plans(refusals, efficiency_target=0.75, **given).first_plan(None, 0)
+
+
+def test_tied_linears_get_one_option() -> None:
+    plans = run_plans({FP4: {B: "too small"}}, ties=((B, C),))
+    plan, replaced = plans.fitted(plan_of(["fp4"] * 3))
+    assert options_of(plan) == ["fp4", "fp8", "fp8"]
+    assert {each.reason for each in replaced} == {
+        "too small",
+        "its operations are fused with those of another linear",
+    }
+    assert plans.unmeasured(0.2).ties == ((B, C),)
