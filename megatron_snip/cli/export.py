@@ -96,6 +96,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     text = "te-precision: with --fp8-recipe, the run's --fp8-format [e4m3]"
     add("--fp8-format", choices=("e4m3", "hybrid"), help=text)
     text = (
+        "te-precision: store each weight in the format that its GEMMs run (fp8_param and fp4_param "
+        "of Megatron-Core 0.19), for a run with param-gather"
+    )
+    add("--fp8-param", action="store_true", help=text)
+    text = (
         "replace options that the program cannot run by the nearest with at least as many bits, "
         "and leave linears that it has no name for in BF16"
     )
@@ -182,7 +187,7 @@ def _export_precision_file(plan: PrecisionPlan, about: str, args: argparse.Names
     machine = Machine(capability, te_version="any", run=run)
     recipes, changes = _recipes(plan, machine)
     stages = stages_from(args, num_layers(plan.linears), known=len(plan.stages))
-    configs = export_configs(plan.linears, recipes, stages)
+    configs = export_configs(plan.linears, recipes, stages, args.fp8_param)
     _check_changes(changes, args)
     paths = stage_paths(args.output, len(configs))
     comment = (
@@ -203,19 +208,25 @@ def _export_precision_file(plan: PrecisionPlan, about: str, args: argparse.Names
             f"There is one file for each of {stages.num_stages} pipeline stages (change it with "
             "--pipeline-stages and --chunk-layers). Give each rank the file of its stage."
         )
-    _print_required_flags(recipes.values(), paths)
+    _print_required_flags(recipes.values(), paths, args.fp8_param)
     return 0
 
 
-def _print_required_flags(recipes: Iterable[TERecipe], paths: Sequence[Path]) -> None:
+def _print_required_flags(
+    recipes: Iterable[TERecipe], paths: Sequence[Path], stores_weights: bool
+) -> None:
     needed = run_flags(recipes)
     file = shlex.quote(str(paths[0])) + ("  # of its stage" if len(paths) > 1 else "")
     flags = ["--transformer-impl transformer_engine", "--bf16", needed]
     flags.append(f"--te-precision-config-file {file}")
     print("The run needs:", *(f"  {flag}" for flag in flags if flag), sep="\n")
     if needed:
+        gather = f"--{needed.split('-')[2]}-param-gather"
+        advice = "Do not add --fp8-param-gather or --fp4-param-gather."
+        if stores_weights:
+            advice = f"With {gather} weights are stored as the file says."
         print(
-            f"Do not add --fp8-param-gather or --fp4-param-gather. Without {needed.split()[0]},\n"
+            f"{advice} Without {needed.split()[0]},\n"
             "Megatron-Core before 0.19 quantizes weights only in the first iteration, and does\n"
             "not pad the tokens of experts."
         )

@@ -26,7 +26,7 @@ from pydantic import BaseModel
 
 from megatron_snip.errors import UsageError
 from megatron_snip.files import checked
-from megatron_snip.linears.te.recipe import RecipeFields, TERecipe
+from megatron_snip.linears.te.recipe import RecipeFields, TERecipe, storage_fields
 from megatron_snip.options import BF16, Option
 from megatron_snip.output import yaml_text
 from megatron_snip.types import glob_pattern, has_wildcards, split_linear_name
@@ -105,7 +105,10 @@ def num_layers(names: Iterable[str]) -> int:
 
 
 def export_configs(
-    linears: Mapping[str, Option], recipes: Mapping[Option, TERecipe], stages: Stages
+    linears: Mapping[str, Option],
+    recipes: Mapping[Option, TERecipe],
+    stages: Stages,
+    stores_weights: bool = False,
 ) -> list[dict[str, Any]]:
     """Return the file of every pipeline stage, as plain types; one file if all can share it.
 
@@ -113,6 +116,8 @@ def export_configs(
         linears: option of each linear, by global name.
         recipes: Transformer Engine's recipe of each of these options.
         stages: where the layers are.
+        stores_weights: whether each recipe also says how the weight is stored; Megatron-Core
+            before 0.19 has no such fields.
 
     Raises:
         UsageError: if two chunks of a stage need different recipes for one local name.
@@ -131,12 +136,14 @@ def export_configs(
     for table in tables:
         for local, (name, option) in table.items():
             if recipes[merged.setdefault(local, (name, option))[1]] != recipes[option]:
-                return [_config(each, recipes) for each in tables]
-    return [_config(merged, recipes)]
+                return [_config(each, recipes, stores_weights) for each in tables]
+    return [_config(merged, recipes, stores_weights)]
 
 
 def _config(
-    table: Mapping[str, tuple[str, Option]], recipes: Mapping[Option, TERecipe]
+    table: Mapping[str, tuple[str, Option]],
+    recipes: Mapping[Option, TERecipe],
+    stores_weights: bool,
 ) -> dict[str, Any]:
     matchers = {}
     for local, (name, option) in table.items():
@@ -150,7 +157,12 @@ def _config(
             }
     used = dict.fromkeys(option for _, option in table.values())
     type_field = {"transformer_engine_config_type": "TEQuantizationParams"}
-    configs = {str(o): {**type_field, _TRAINING: recipes[o].fields()} for o in used}
+    configs = {}
+    for option in used:
+        fields = recipes[option].fields()
+        if stores_weights:
+            fields |= storage_fields(recipes[option])
+        configs[str(option)] = {**type_field, _TRAINING: fields}
     return {"configs": configs, "matchers": matchers}
 
 

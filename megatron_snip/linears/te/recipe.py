@@ -311,6 +311,15 @@ class TERecipe(NamedTuple):
         return {**fields, **in_quantized, "override_nonquantized_autocast": True}
 
 
+def storage_fields(recipe: TERecipe) -> dict[str, bool]:
+    """Return the fields of TEQuantizationRecipe that store a weight as its GEMMs multiply it.
+
+    A weight is stored in FP8 or FP4 where all three GEMMs run that, and in BF16 elsewhere.
+    """
+    kind = RECIPES[recipe.fprop].run.kind if recipe.is_uniform else ""
+    return {"fp8_param": kind == "fp8", "fp4_param": kind == "fp4"}
+
+
 class RecipeFields(BaseModel, extra="forbid", strict=True):
     """A recipe of a precision file: the fields of Megatron's TEQuantizationRecipe.
 

@@ -48,6 +48,25 @@ def test_a_plan_for_blackwell(folder: Path, printed: Any, imported: Any) -> None
     assert back.policy == "imported" and back.efficiency == pytest.approx(0.5)
 
 
+def test_each_entry_can_say_how_its_weight_is_stored(folder: Path, printed: Any) -> None:
+    write_plan(plan_of(["fp4", "fp8", "bf16", "fp8-fp8-bf16"]), Path("plan.json"))
+    text = printed(*EXPORT, "10.0", "--fp8-param")
+    configs = yaml.safe_load(Path("out.yaml").read_text())["configs"]
+    stored = {
+        name: (config["training_recipe"]["fp8_param"], config["training_recipe"]["fp4_param"])
+        for name, config in configs.items()
+    }
+    assert stored == {
+        "fp4": (False, True),
+        "fp8": (True, False),
+        "bf16": (False, False),
+        "fp8-fp8-bf16": (False, False),
+    }
+    assert "With --fp4-param-gather weights are stored as the file says." in text
+    printed(*EXPORT, "10.0")
+    assert "fp8_param" not in Path("out.yaml").read_text()
+
+
 def test_the_flags_that_the_run_needs_are_printed(folder: Path, printed: Any) -> None:
     """Megatron has one low precision a run; that with the widest padding of experts' tokens."""
 

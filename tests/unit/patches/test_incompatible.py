@@ -20,6 +20,7 @@ ACTIVE: list[dict[str, Any]] = [
     {"kitchen_recipe_number": 0},
     {"perform_rl_step": True},
     {"exp_avg_dtype": torch.float16},
+    {"fp8_param_gather": True, "reuse_grad_buf_for_mxfp8_param_ag": True},
     {"fp4_param": True},
     {"enable_cuda_graph": True},
     {

