@@ -67,7 +67,8 @@ def test_context_parallel_ranks_add_up_to_the_statistics_of_one(te_lab: Lab) -> 
             assert a[key] == pytest.approx(b[key], rel=2e-3), (name, key)
         for form, errors in b["formats"].items():
             for key in ("fisher", "aligned_fisher", "output_error_square", "weight_error_square"):
-                assert a["formats"][form][key] == pytest.approx(errors[key], rel=5e-3), (name, key)
+                # Attention adds in another order, and rounds its scores to BF16.
+                assert a["formats"][form][key] == pytest.approx(errors[key], rel=2e-2), (name, key)
         for option, values in wanted["options"].items():
             found = two[name]["options"][option]["quality_loss"]
             assert found == pytest.approx(values["quality_loss"], rel=0.1)

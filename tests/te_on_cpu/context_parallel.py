@@ -9,6 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from tests.te_on_cpu.extension import softmax
+
 
 def replace_attention(module: ModuleType) -> None:
     """Run `DotProductAttention` of context-parallel ranks here; else it is Transformer Engine's."""
@@ -48,15 +50,24 @@ def _attention(query: Tensor, key: Tensor, value: Tensor, group: Any, scale: flo
     scores = torch.baddbmm(empty, flat_q, flat_k, beta=0.0, alpha=scale)
     hidden = places[dist.get_rank(group)][:, None] < torch.cat(places)
     shape = (*q.shape[:3], len(keys))
-    probabilities = _softmax(scores.view(shape), hidden.expand(q.shape[0], 1, -1, -1))
+    probabilities = _Softmax.apply(scores.view(shape), hidden)
     out = torch.bmm(probabilities.flatten(0, 1), v.flatten(0, 1))
     return out.view(q.shape).permute(2, 0, 1, 3).reshape(query.shape[0], query.shape[1], -1)
 
 
-def _softmax(scores: Tensor, hidden: Tensor) -> Tensor:
-    from transformer_engine.pytorch.attention.dot_product_attention import softmax
+class _Softmax(torch.autograd.Function):
+    """The extension's, in which the backward takes the rounded result."""
 
-    return softmax.ScaledMaskedSoftmax.apply(scores, hidden, 1.0)
+    @staticmethod
+    def forward(ctx: Any, scores: Tensor, hidden: Tensor) -> Tensor:
+        result = softmax.scaled_masked_softmax_forward(scores, hidden, 1.0)
+        ctx.save_for_backward(result)
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        (result,) = ctx.saved_tensors
+        return softmax.scaled_masked_softmax_backward(gradients[0], result, 1.0), None
 
 
 class _Gather(torch.autograd.Function):
