@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
+from megatron_snip.errors import UnsupportedError
 from megatron_snip.patches import (
     arguments,
     cpu,
@@ -128,9 +129,17 @@ def _install(asked: set[Mode], loops: Sequence[Loop]) -> None:
         asked.add("--cpu")
     REGISTRY.install(asked, CORE_PATCHES)
     for loop in loops:
-        install = partial(REGISTRY.install, asked, loop.patches)
-        found = partial(arguments.exit_on_error, install)
+        found = partial(arguments.exit_on_error, partial(_install_loop, loop, asked))
         REGISTRY.on_uninstall(when_imported(loop.module, found))
+
+
+def _install_loop(loop: Loop, asked: set[Mode]) -> None:
+    """Install the patches on a loop that a script has imported."""
+    try:
+        REGISTRY.install(asked, loop.patches)
+    except UnsupportedError:
+        REGISTRY.session.reached_loop = True  # the script ends here, and the error says why
+        raise
 
 
 atexit.register(REGISTRY.session.end)  # Megatron may leave by sys.exit from deep inside training
