@@ -242,8 +242,8 @@ class SnipConfig(ScheduleFields, MeasureFields, PlanFields, GuardFields, ReportF
                 f"'{self.calibration}' holds seconds, which only --snip-cost time counts; add that",
                 field="calibration",
             )
-        raises = self.granularity == "gemm" and self.pipeline_balance != "stage"
-        if self.heal_order != "plan" and not raises:
+        raises_gemms = self.granularity == "gemm" and self.pipeline_balance != "stage"
+        if self.heal_order != "plan" and not raises_gemms:
             needed = "granularity gemm and a pipeline_balance other than stage"
             text = f"'{self.heal_order}' raises single GEMMs; it needs {needed}"
             raise UsageError(text, field="heal_order")

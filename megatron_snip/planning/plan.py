@@ -40,10 +40,10 @@ class PrecisionPlan(BaseModel):
     """The option of every linear, and how good that choice is.
 
     Attributes:
-        version: of the schema.
+        version: version of the file's schema.
         iteration: Megatron's (1-based) iteration at which the plan was asked for: that of a
             refresh, or one at which only the target changed; 0 for a plan made before training.
-        policy: that chose the options.
+        policy: name of the policy that chose the options.
         status: see `Status`.
         objective: sum of quality losses; None if they are not known (no measurement, replaced
             options).
@@ -54,7 +54,7 @@ class PrecisionPlan(BaseModel):
         efficiency: over all linears (defined in `planning/cost.py`).
         stages: the same for every pipeline stage; 1 for a stage without work.
         linears: option of each linear, by name.
-        digest: of the assignment; see the file's description.
+        digest: SHA-256 of the assignment; see the file's description.
     """
 
     model_config = STRICT
@@ -147,10 +147,10 @@ def assigned_plan(
 
     Args:
         linears: option of each linear.
-        work: of the same linears.
+        work: stage and FLOPs of the same linears.
         lowest_format: the format whose share of FLOPs is the efficiency.
         policy: where the assignment comes from.
-        iteration: as in `PrecisionPlan`.
+        iteration: iteration at which the plan was asked for.
     """
     assert set(linears) == set(work)
     num_stages = 1 + max(stage for stage, _ in work.values())

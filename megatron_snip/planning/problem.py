@@ -71,7 +71,8 @@ class LinearChoices(BaseModel):
         name: unique, e.g. `decoder.layers.17.mlp.linear_fc1`.
         stage: pipeline stage, 0-based.
         flops: floating-point operations of the three GEMMs together; only ratios matter.
-        options: by name, e.g. `fp4` or `fp4-fp8-bf16`, in its shortest spelling; at least one.
+        options: costs by name of the option, such as `fp4` or `fp4-fp8-bf16` in its shortest
+            spelling; at least one.
     """
 
     model_config = STRICT
@@ -100,8 +101,8 @@ class PlanningProblem(BaseModel):
         UsageError: if two linears have the same name.
 
     Attributes:
-        version: of the schema.
-        linears: in the order in which plans and tables list them.
+        version: version of the file's schema.
+        linears: the linears, in the order in which plans and tables list them.
         target: least efficiency in [0, 1].
         ties: names of linears that must have the same option, in groups of two or more.
     """

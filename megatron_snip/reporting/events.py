@@ -25,7 +25,7 @@ class Measurement:
     """A refresh has measured every linear.
 
     Attributes:
-        divergences: of the model, with the statistics that they were computed from.
+        divergences: the model's divergences, and the statistics that they were computed from.
         problem: the planning problem.
         seconds: wall time that measuring added.
         health: what quantization did to the tensors of these iterations.

@@ -81,7 +81,7 @@ class Watch(_Record):
 
     Attributes:
         left: iterations still to be judged.
-        level: of the loss before the plan change.
+        level: the level of the loss before the plan change.
         limit: losses above it are spikes.
         num_spikes: spikes since the loss was last below half of the rise.
     """
@@ -123,7 +123,7 @@ class LossMonitor(_Record):
 
         Args:
             loss: under the plan.
-            second: of the same iteration and weights under the fallback.
+            second: the loss of the same iteration and weights under the fallback.
         """
         assert self.watch is not None, "only a watched iteration runs twice"
         if not math.isfinite(loss):

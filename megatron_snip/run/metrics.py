@@ -29,7 +29,7 @@ class StepMetrics:
         Args:
             seconds: seconds that it took; 0 if they say nothing about later steps.
             losses: {name: loss} as Megatron logs it; empty where it is not known.
-            grad_norm: global, before clipping, or None.
+            grad_norm: norm of all gradients before clipping, or None.
         """
         self._seconds = seconds
         self._losses["loss"] = _first(losses)
@@ -59,7 +59,9 @@ class StepMetrics:
             values["lr"] = lr
         if self._seconds > 0.0:
             values |= {"tokens_per_s": tokens / self._seconds, "step_s": self._seconds}
-        self._seconds, self._losses, self._grad_norm = 0.0, {}, None
+        self._seconds = 0.0
+        self._losses = {}
+        self._grad_norm = None
         return values
 
     def _from_last_rank(self, names: Sequence[str]) -> list[float]:

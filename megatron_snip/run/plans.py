@@ -182,9 +182,11 @@ class RunPlans:
             pin = self._config.pin_of(name)
             can_run = [o for o in self.available.options if name not in refusals[o]]
             new = old if pin is None else pin
-            reason, is_setting = "--snip-pins", True
+            reason = "--snip-pins"
+            is_setting = True
             if name in refusals[new]:
-                reason, is_setting = refusals[new][name], False
+                reason = refusals[new][name]
+                is_setting = False
                 new = nearest_option(new, can_run)
                 new = self.available.job[name] if name in refusals[new] else new
             elif pin is None and not self._config.allows(old) and old != self.available.job[name]:
@@ -273,7 +275,8 @@ class RunPlans:
 
     def unmeasured(self, target: float) -> PlanningProblem:
         """Return the problem before any measurement: all quality losses are 0."""
-        linears, lowest = self._model.all_linears, self._config.lowest_format
+        linears = self._model.all_linears
+        lowest = self._config.lowest_format
         problem = unmeasured_problem(linears, self.available.options, lowest, target)
         return self.available.restrict(problem)
 
@@ -333,11 +336,13 @@ class RunPlans:
         It is the time of the slowest stage's linears in BF16 minus that under the plan, without
         pipeline bubbles. None without `--snip-cost time`, or if the tokens of a microbatch vary.
         """
-        table, tokens = self.available.calibration, self._model.runtime.microbatch_tokens
+        table = self.available.calibration
+        tokens = self._model.runtime.microbatch_tokens
         if table is None or tokens is None:
             return None
         bf16 = dict.fromkeys(plan.linears, BF16)
-        before, after = (table.slowest_stage(o, self.work) for o in (bf16, plan.linears))
+        before = table.slowest_stage(bf16, self.work)
+        after = table.slowest_stage(plan.linears, self.work)
         megatron = self._model.config
         ranks = int(megatron.context_parallel_size * megatron.tensor_model_parallel_size)
         return (before - after) * tokens * num_microbatches / ranks
