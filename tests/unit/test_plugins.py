@@ -110,8 +110,5 @@ def test_the_solvers_process_has_the_plugins_of_the_run(
 
 
 def test_what_cannot_be_imported_is_named() -> None:
-    with pytest.raises(
-        UsageError, match="cannot import 'no_such_module': ModuleNotFoundError"
-    ) as e:
+    with pytest.raises(UsageError, match="plugins: cannot import 'no_such_module': ModuleNot"):
         make_config({"plugins": "no_such_module"})
-    assert e.value.field == "plugins"
