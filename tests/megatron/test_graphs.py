@@ -1,5 +1,7 @@
 """CUDA graphs in Megatron's own `pretrain`, imitated on the CPU."""
 
+import pytest
+
 from tests.megatron.lab import COLLECT_ONLY, SNIP, Lab, logged, snip_lines, weights
 
 GRAPH = ["--cuda-graph-impl", "full_iteration", "--cuda-graph-warmup-steps", "1"]
@@ -22,3 +24,26 @@ def test_simulated_linears_under_a_graph_are_measured_only(lab: Lab) -> None:
     run = lab.run("one", [*GRAPH, *SNIP])
     assert "SNIP measures and makes no plans" in run.report
     assert weights(run) == weights(lab.run("one"))
+
+
+FP8 = ["--fp8-format", "e4m3", "--fp8-recipe", "mxfp8"]
+PLANS = [*SNIP, "--snip-formats", "bf16,fp8"]
+GRAPHS = {
+    "the iteration": (GRAPH, "captured the training step"),
+    "layers": (
+        ["--cuda-graph-impl", "transformer_engine", "--cuda-graph-warmup-steps", "1"],
+        "captured layers with 16 planned linears",
+    ),
+}
+
+
+@pytest.mark.parametrize("captured", GRAPHS)
+def test_transformer_engine_under_graphs_trains_as_without(te_lab: Lab, captured: str) -> None:
+    """Bitwise: measured only, and with plans that are captured again."""
+    graphs, text = GRAPHS[captured]
+    for flags, num_captures in ((COLLECT_ONLY, 1), (PLANS, 2)):
+        run = te_lab.run("te", [*FP8, *graphs, *flags])
+        eager = te_lab.run("te", [*FP8, *flags])
+        assert weights(run) == weights(eager), run.report
+        assert logged(run) == logged(eager)
+        assert sum(text in line for line in snip_lines(run)) == num_captures, run.report

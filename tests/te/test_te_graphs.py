@@ -30,8 +30,6 @@ from megatron_snip.topology import Topology
 from tests.te import models
 from tests.te.models import BATCH, SEQUENCE, build, ours, plan, planned, training
 
-te_graph = pytest.importorskip("transformer_engine.pytorch.graph")
-
 STAGES = ("training", "validation")
 
 
@@ -50,8 +48,6 @@ def session(monkeypatch: pytest.MonkeyPatch) -> Iterator[Session]:
     """The patches, installed; models are built with the generators that graphs need."""
     seed = partial(models.model_parallel_cuda_manual_seed, te_rng_tracker=True)
     monkeypatch.setattr(models, "model_parallel_cuda_manual_seed", seed)
-    # It makes tensors from addresses in a GPU's memory.
-    monkeypatch.setattr(te_graph, "make_weak_ref", lambda kept: kept)
     registry = Registry(graphs.PATCHES)
     registry.install({"--snip"})
     init_num_microbatches_calculator(0, None, 2 * BATCH, BATCH, 1)

@@ -103,11 +103,17 @@ def _pad_scales(triton_module: ModuleType) -> None:
     vars(triton_module)["pad_columnwise_scale_inv"] = pad_columnwise_scale_inv
 
 
+def _keep_graph_buffers(graph: ModuleType) -> None:
+    """Weak references are made from addresses in a GPU's memory; strong ones cost memory alone."""
+    vars(graph)["make_weak_ref"] = lambda kept: kept
+
+
 _STORAGE = "transformer_engine.pytorch.tensor.storage"
 _ATTENTION = "transformer_engine.pytorch.attention.dot_product_attention"
 _CHANGES: dict[str, Callable[[ModuleType], None] | None] = {
     "transformer_engine.common": _load_extension,
     "transformer_engine.pytorch.triton.pad": _pad_scales,
+    "transformer_engine.pytorch.graph": _keep_graph_buffers,
     f"{_STORAGE}.mxfp8_tensor_storage": _dequantize("_FromMXFP8Func"),
     f"{_STORAGE}.nvfp4_tensor_storage": _dequantize("_FromNVFP4Func"),
     f"{_ATTENTION}.dot_product_attention": replace_attention,
