@@ -17,7 +17,7 @@ from megatron_snip.linears.runtime import Runtime
 from megatron_snip.linears.te.fused_mlp import FusedMLP, fused_mlps
 from megatron_snip.linears.te.gathered_weights import GatheredWeights
 from megatron_snip.linears.te.linear import FreshWeights, RecipeTELinear, SimulatedTELinear
-from megatron_snip.linears.te.machine import measured_format, this_machine
+from megatron_snip.linears.te.machine import measured_format, te_support, this_machine
 from megatron_snip.linears.te.modules import te_kind
 from megatron_snip.options import Option
 from megatron_snip.planning.plan import PrecisionPlan
@@ -139,6 +139,13 @@ class PlannedModel:
             for name in names
             if name != "bf16"
         }
+
+    def recipes(self, names: Iterable[str]) -> dict[str, str]:
+        """Return what runs each format: Transformer Engine's recipe; nothing in simulation."""
+        if self.backend == "simulate":
+            return {}
+        recipes = {name: te_support(name, self.machine)[0] for name in names}
+        return {name: recipe for name, recipe in recipes.items() if recipe}
 
     def resolved(self, plan: PrecisionPlan, iteration: int) -> dict[str, Any]:
         """All ranks, after a plan was applied: return what all linears of the model resolved to.

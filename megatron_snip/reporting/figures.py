@@ -310,14 +310,14 @@ def _format_table(grid: LinearGrid, linears: Mapping[str, Option], gemm: Gemm) -
 
 
 def _format_scale() -> dict[str, Any]:
-    colors = [FORMAT_COLORS[name] for name in FORMATS]
+    colors = [FORMAT_COLORS.get(name, _REDS[-1]) for name in FORMATS]
     return {"cmap": ListedColormap(colors), "vmin": -0.5, "vmax": len(colors) - 0.5}
 
 
 def _format_legend(figure: Figure, options: Iterable[Option], title: str | None = None) -> None:
     names = {name for option in options for name in option.formats}
     ordered = sorted(names, key=lambda name: -FORMATS[name].bits)
-    entries = [Patch(color=FORMAT_COLORS[name], label=name) for name in ordered]
+    entries = [Patch(color=FORMAT_COLORS.get(name, _REDS[-1]), label=name) for name in ordered]
     figure.legend(handles=entries, loc="outside upper right", ncols=len(entries), title=title)
 
 

@@ -42,7 +42,7 @@ from megatron_snip.run.alerts import Alerts
 from megatron_snip.run.guard import Guard, Outcome
 from megatron_snip.run.metrics import StepMetrics
 from megatron_snip.run.observation import MIN_OPTIMIZER_STEPS, Observations, observing
-from megatron_snip.run.plans import FirstPlan, RunPlans
+from megatron_snip.run.plans import FirstPlan, RunPlans, recipe_changes
 from megatron_snip.run.schedule import Schedule
 from megatron_snip.run.solve import PendingProblem, Solve
 from megatron_snip.run.state import ControllerState, reported_settings
@@ -246,7 +246,7 @@ class SnipController:
             guard=self._guard.state_dict(),
             observations=self._observations.state_dict(),
             alerts=self._alerts.state_dict(),
-            settings=reported_settings(self.config, str(self.model.backend)),
+            settings=self._reported_settings(),
         )
 
     def close(self) -> None:
@@ -308,13 +308,24 @@ class SnipController:
         """Return lines that say what is not as in the stopped run or in the plan file."""
         settings = []
         if state is not None:
-            settings = state.changes(reported_settings(self.config, str(self.model.backend)))
+            settings = state.changes(self._reported_settings())
         if not settings:
-            return [f"{self.plan.label}: {text}" for text in first.changes]
+            changes = [*first.changes, *self._recipe_changes()]
+            return [f"{self.plan.label}: {text}" for text in changes]
         texts = [*settings, *first.changes]
         if first.replans and not self._observations.is_measured:
             texts.append("the next refresh plans with them")
         return [f"this run resumes with other settings: {'; '.join(texts)}"]
+
+    def _reported_settings(self) -> dict[str, str]:
+        recipes = self.model.recipes(self.config.named_formats)
+        return reported_settings(self.config, str(self.model.backend), recipes)
+
+    def _recipe_changes(self) -> list[str]:
+        """Return a line for each option that the run of the plan file ran by another recipe."""
+        if self.config.plan_file is None or self.model.runtime.topology.rank != 0:
+            return []
+        return recipe_changes(self.config.plan_file, self.model)
 
     def _plan_at_once(self, num_done: int) -> None:
         """All ranks: plan from the checkpoint's measurements, before the first iteration."""

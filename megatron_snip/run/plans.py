@@ -24,6 +24,7 @@ from pathlib import Path
 from megatron_snip.config import SnipConfig
 from megatron_snip.divergence.quality_loss import unmeasured_problem
 from megatron_snip.errors import InfeasiblePlanError, UsageError, listing, naming_field
+from megatron_snip.files import read_json
 from megatron_snip.formats import get_format
 from megatron_snip.linears.availability import AvailableOptions, available_options, option_refusals
 from megatron_snip.linears.calibrate import timed_options
@@ -491,3 +492,30 @@ def describe(replaced: Sequence[Replacement], num_linears: int) -> list[str]:
             f"{len(why)} of {num_linears} linears run {new} instead of {old}: {reasons(why)}"
         )
     return texts
+
+
+def recipe_changes(plan_file: Path, model: PlannedModel) -> list[str]:
+    """Return a line for each option that the run of a plan file ran by another recipe.
+
+    That run wrote what its linears ran under the plan into a folder beside the plan's:
+    precision/<iteration>.json. Without such a file nothing is known, and nothing is returned.
+    """
+    before = _recorded_recipes(plan_file)
+    now = {str(linear.option): linear.recipe for linear in model.linears}
+    return [
+        f"{option} was {before[option]} in the run of '{plan_file}', and is {recipe} here"
+        for option, recipe in now.items()
+        if before.get(option, recipe) != recipe
+    ]
+
+
+def _recorded_recipes(plan_file: Path) -> dict[str, str]:
+    digest = read_plan(plan_file).digest
+    for path in sorted((plan_file.parent.parent / "precision").glob("*.json")):
+        try:
+            table = read_json(path, "precision file")
+            if table["plan_digest"] == digest:
+                return {str(row["option"]): str(row["recipe"]) for row in table["linears"]}
+        except (UsageError, KeyError, TypeError):
+            continue  # it only serves a message
+    return {}

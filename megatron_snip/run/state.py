@@ -151,12 +151,15 @@ PLAN_SETTINGS = (
 """Settings that a plan depends on."""
 
 
-def reported_settings(config: SnipConfig, backend: str) -> dict[str, str]:
-    """Return settings and versions whose change a resumed run reports."""
+def reported_settings(
+    config: SnipConfig, backend: str, recipes: Mapping[str, str]
+) -> dict[str, str]:
+    """Return settings, versions and recipes of formats whose change a resumed run reports."""
     versions = {name: installed_version(name) for name in PACKAGES}
     return {
         **_as_text({name: getattr(config, name) for name in PLAN_SETTINGS}),
         **_as_text({"backend": backend, **versions}),
+        **{f"recipe of {name}": recipe for name, recipe in recipes.items()},
     }
 
 

@@ -1,5 +1,6 @@
 """The first plan of a run, and plans and problems changed to what the linears can run."""
 
+import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,7 +12,7 @@ from megatron_snip.errors import UsageError
 from megatron_snip.options import BF16, Option
 from megatron_snip.planning.plan import PrecisionPlan, write_plan
 from megatron_snip.planning.restrictions import nearest_option, restrict_problem
-from megatron_snip.run.plans import RunPlans
+from megatron_snip.run.plans import RunPlans, recipe_changes
 from megatron_snip.run.state import ControllerState, reported_settings
 from megatron_snip.topology import LinearInfo, Topology
 from tests.unit.planning.build import name_of, options_of, plan_of, problem_of
@@ -49,7 +50,7 @@ def run_plans(
 
 
 def state_of(resumed: PrecisionPlan, **former: Any) -> ControllerState:
-    settings = reported_settings(SnipConfig(**{"formats": "fp8,fp4", **former}), "simulate")
+    settings = reported_settings(SnipConfig(**{"formats": "fp8,fp4", **former}), "simulate", {})
     return ControllerState(6, resumed, settings=settings)
 
 
@@ -200,3 +201,34 @@ def test_tied_linears_get_one_option() -> None:
         "its operations are fused with those of another linear",
     }
     assert plans.unmeasured(0.2).ties == ((B, C),)
+
+
+def test_a_plan_file_from_another_recipe_says_what_changes(tmp_path: Path) -> None:
+    """The run that made it wrote what its linears ran; other plans' files do not count."""
+    plan = plan_of(["fp8", "bf16", "fp8"])
+    (tmp_path / "plans").mkdir()
+    (tmp_path / "precision").mkdir()
+    file = tmp_path / "plans" / "200.json"
+    write_plan(plan, file)
+    model: Any = SimpleNamespace(
+        linears=[
+            SimpleNamespace(option=Option.uniform("fp8"), recipe="tensorwise_hybrid"),
+            SimpleNamespace(option=Option.uniform("bf16"), recipe="bf16"),
+        ]
+    )
+    assert recipe_changes(file, model) == []
+    rows = [{"option": "fp8", "recipe": "blockwise"}, {"option": "bf16", "recipe": "bf16"}]
+    for name, digest in (("1", "other"), ("202", plan.digest)):
+        table = {"plan_digest": digest, "linears": rows if name == "202" else []}
+        (tmp_path / "precision" / f"{name}.json").write_text(json.dumps(table))
+    (tmp_path / "precision" / "0.json").write_text("{")
+    (line,) = recipe_changes(file, model)
+    assert line == f"fp8 was blockwise in the run of '{file}', and is tensorwise_hybrid here"
+
+
+def test_a_resume_with_another_recipe_says_what_changes() -> None:
+    config = SnipConfig(formats=("bf16", "fp8"))
+    settings = reported_settings(config, "te", {"bf16": "bf16", "fp8": "blockwise"})
+    state = ControllerState(iteration=3, plan=plan_of(["fp8"]), settings=settings)
+    new = reported_settings(config, "te", {"bf16": "bf16", "fp8": "delayed_hybrid"})
+    assert state.changes(new) == ["recipe of fp8 blockwise -> delayed_hybrid"]
