@@ -48,7 +48,7 @@ def curves(rows: Iterable[dict[str, Any]], key: str = "loss") -> dict[str, Curve
 
 
 def share_at(shares: Sequence[float], gaps: Sequence[float], gap: float) -> float:
-    """Return the share at which a curve has this gap; NaN beyond its ends.
+    """Return the share at which a curve has this gap; beyond its ends, the nearest share.
 
     Args:
         shares: ascending.
@@ -56,10 +56,10 @@ def share_at(shares: Sequence[float], gaps: Sequence[float], gap: float) -> floa
         gap: the wanted one.
     """
     rising = isotonic_regression(gaps).x
-    if not rising[0] <= gap <= rising[-1]:
-        return float("nan")
+    if gap > rising[-1]:
+        return float(shares[-1])
     k = int(np.searchsorted(rising, gap))
-    if k == 0 or rising[k] == gap:
+    if k == 0 or rising[k] <= gap:
         return float(shares[k])
     step = (gap - rising[k - 1]) / (rising[k] - rising[k - 1])
     return float(shares[k - 1] + step * (shares[k] - shares[k - 1]))
@@ -69,8 +69,9 @@ def more_at_equal_loss(curve: Curve, rule: Curve, share: float) -> tuple[float, 
     """Return how many percent more low FLOPs a curve has where its gap is the rule's at `share`.
 
     Returns:
-        The value for the mean over all seeds, and the ends of its 95 % bootstrap interval; NaN
-        where the curve does not reach the rule's gap, or with fewer than three seeds.
+        The value for the mean over all seeds, and the ends of its 95 % bootstrap interval. The
+        value is NaN where the curve does not reach the rule's gap, the ends with fewer than three
+        seeds. A drawn curve that does not reach the gap counts as its largest share.
     """
     seeds = sorted(rule[share])
     shares = sorted(s for s, gaps in curve.items() if set(seeds) <= set(gaps))
@@ -84,11 +85,13 @@ def more_at_equal_loss(curve: Curve, rule: Curve, share: float) -> tuple[float, 
         return 100 * (share_at(shares, list(mean), float(wanted[chosen].mean())) / share - 1)
 
     value = more(np.arange(len(seeds)))
+    if wanted.mean() > gaps.mean(axis=0).max():
+        value = float("nan")
     if len(seeds) < 3:
         return value, float("nan"), float("nan")
     rng = np.random.default_rng(0)
     drawn = [more(rng.integers(len(seeds), size=len(seeds))) for _ in range(DRAWS)]
-    low, high = np.nanpercentile(drawn, (2.5, 97.5))
+    low, high = np.percentile(drawn, (2.5, 97.5))
     return value, float(low), float(high)
 
 

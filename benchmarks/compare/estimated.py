@@ -153,5 +153,5 @@ def _more(found: Estimate, snip: str, rule: str, share: float) -> str:
     drawn = np.random.default_rng(0).multivariate_normal(
         costs.cost, costs.covariance, size=DRAWS, method="eigh"
     )
-    low, high = np.nanpercentile([more(cost) for cost in drawn], (2.5, 97.5))
+    low, high = np.percentile([more(cost) for cost in drawn], (2.5, 97.5))
     return f"{more(costs.cost):+.1f} % [{low:+.1f}, {high:+.1f}]"

@@ -33,7 +33,11 @@ TARGET = 0.75
 
 
 def run_forks(store: ResultStore, options: argparse.Namespace) -> None:
-    """Make branches with complementary random halves of the GEMMs in the low format."""
+    """Make branches with complementary random halves of the GEMMs in the low format.
+
+    Raises:
+        UsageError: if there are rows that started from another warm model.
+    """
     setup = SETUPS[options.setup]
     with warm_model(setup, 0, options.data_seeds, options.scenario) as warm:
         for low in options.formats:
@@ -52,14 +56,16 @@ def _run_pairs(
     low: str,
     data_seed: int,
 ) -> None:
-    key = {"kind": "forks", "setup": options.setup, "scenario": options.scenario}
-    key |= {"low": low, "seed": 0, "data_seed": data_seed}
+    place = {"kind": "forks", "setup": options.setup, "scenario": options.scenario, "seed": 0}
+    start = warm.digest
+    store.check_start(place, start)
+    key = {**place, "low": low, "data_seed": data_seed}
     first = 1000 * data_seed
     pairs = range(first, first + options.pairs)
     for name, plan in _fork_plans(table, Formats(low), pairs):
         if not store.has({**key, "variant": name}):
             loss = warm.branch([plan], data_seed)["loss"]
-            store.add({**key, "variant": name, "loss": round(loss, 6)})
+            store.add({**key, "variant": name, "start": start, "loss": round(loss, 6)})
 
 
 def _fork_plans(

@@ -11,7 +11,6 @@ from benchmarks.compare import analysis
 from benchmarks.compare.runs import SETUPS, warm_model
 from benchmarks.compare.store import ResultStore
 from benchmarks.compare.variants import REPLAN, Formats, Plan, Planner, problems_of
-from megatron_snip.errors import UsageError
 from megatron_snip.options import BF16
 from megatron_snip.planning.plan import assignment_digest
 
@@ -39,10 +38,7 @@ def run_policies(store: ResultStore, options: argparse.Namespace, low: str, seed
         saved = options.checkpoints / f"{options.setup}-{seed}.pt"
     with warm_model(SETUPS[options.setup], seed, 1, options.scenario, saved) as warm:
         start = warm.digest
-        if any(row.get("start") != start for row in store.select(place)):
-            raise UsageError(
-                f"rows of seed {seed} started from another warm model; give --results another file"
-            )
+        store.check_start(place, start)
         table = warm.measure((formats.high, low))
         planner = Planner(problems_of(table, formats), formats, seed)
         bf16: Plan = {linear.name: BF16 for linear in table.linears}

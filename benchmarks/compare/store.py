@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.machine import append_row, read_rows
+from megatron_snip.errors import UsageError
 
 GROUP = ("kind", "setup", "scenario", "low")
 """Rows that agree in these are compared with each other."""
@@ -29,6 +30,18 @@ class ResultStore:
     def select(self, wanted: Mapping[str, Any]) -> list[dict[str, Any]]:
         """Return the rows that have all these values."""
         return [row for row in self.rows if wanted.items() <= row.items()]
+
+    def check_start(self, place: Mapping[str, Any], start: str) -> None:
+        """Refuse to add rows to those of a place that started from another warm model.
+
+        Raises:
+            UsageError: if there is such a row.
+        """
+        if any(row.get("start") != start for row in self.select(place)):
+            seed = place["seed"]
+            raise UsageError(
+                f"rows of seed {seed} started from another warm model; give --results another file"
+            )
 
     def add(self, row: dict[str, Any]) -> None:
         """Append a row and print it."""

@@ -1,15 +1,15 @@
 """The comparison of policies: equal shares, shares at equal loss, remembered random numbers."""
 
-import math
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from benchmarks.compare import curve, runs
+from benchmarks.compare import curve, figure, runs
 from benchmarks.compare.store import ResultStore
 from benchmarks.compare.variants import Formats, Planner, low_items
+from megatron_snip.errors import UsageError
 from megatron_snip.options import Granularity, Option, enumerate_options
 from megatron_snip.planning.problem import LinearChoices, OptionCost, PlanningProblem
 from megatron_snip.quantizers.stochastic import StochasticStream, StreamKey
@@ -85,7 +85,8 @@ def test_share_at_equal_loss() -> None:
     assert curve.share_at(shares, [1.0, 2.0, 4.0, 8.0], 8.0) == pytest.approx(0.8)
     # 4 and 2 are pooled to 3, so 2 lies half way to them.
     assert curve.share_at(shares, [1.0, 4.0, 2.0, 8.0], 2.0) == pytest.approx(0.55)
-    assert math.isnan(curve.share_at(shares, [1.0, 2.0, 4.0, 8.0], 9.0))
+    assert curve.share_at(shares, [1.0, 2.0, 4.0, 8.0], 9.0) == 0.8
+    assert curve.share_at(shares, [1.0, 2.0, 4.0, 8.0], 0.1) == 0.5
     seeds = [(seed, 0) for seed in range(4)]
     snip = {share: dict.fromkeys(seeds, 10 * share) for share in shares}
     rule = {0.5: dict.fromkeys(seeds, 6.0)}
@@ -102,11 +103,47 @@ def test_remembered_random_numbers_are_those_drawn_anew() -> None:
                 assert torch.equal(found, plain.for_gemm(gemm).bits16(16, 24))
 
 
+PLACE = {"kind": "policies", "setup": "s", "scenario": "p", "low": "fp4", "data_seed": 0}
+
+
 def test_a_row_is_found_by_its_target(tmp_path: Path) -> None:
     store = ResultStore(tmp_path / "rows.jsonl")
-    key = {"kind": "policies", "setup": "s", "scenario": "p", "low": "fp4", "seed": 0}
-    key |= {"data_seed": 0, "variant": "norms"}
+    key = {**PLACE, "seed": 0, "variant": "norms"}
     store.add({**key, "target": 0.9, "loss": 1.0})
     again = ResultStore(tmp_path / "rows.jsonl")
     assert again.has({**key, "target": 0.9})
     assert not again.has({**key, "target": 0.8}) and not again.has(key)
+
+
+def test_rows_of_two_warm_models_are_not_mixed(tmp_path: Path) -> None:
+    store = ResultStore(tmp_path / "rows.jsonl")
+    store.add({**PLACE, "seed": 0, "variant": "bf16", "target": 0.0, "start": "a", "loss": 1.0})
+    store.check_start({**PLACE, "seed": 0}, "a")
+    store.check_start({**PLACE, "seed": 1}, "b")
+    with pytest.raises(UsageError, match="another warm model"):
+        store.check_start({**PLACE, "seed": 0}, "b")
+
+
+def test_the_table_and_the_figure_of_a_curve(tmp_path: Path) -> None:
+    """Gaps grow with the share, in seed 0 with slopes 10 and 12, in each next seed by 1 more."""
+    slopes = {"snip-gemm": 10.0, "grads-first": 12.0}
+    rows = []
+    for seed in range(3):
+        losses = {"loss": 2.0 + seed, "loss_bf16": 2.0 + seed}
+        rows.append({**PLACE, "seed": seed, "variant": "bf16", "target": 0.0, **losses})
+        for variant, slope in slopes.items():
+            for target in (0.8, 0.85, 0.9, 0.95):
+                gap = (slope + seed) * target
+                found = {"loss": losses["loss"] + gap / 1e3, "loss_bf16": losses["loss"]}
+                row = {**PLACE, "seed": seed, "variant": variant, "target": target, **found}
+                rows.append({**row, "share": target})
+    lines = curve.table(rows).splitlines()
+    assert lines[0] == "| fp4, 3 seeds | 80.0 % | 85.0 % | 90.0 % | 95.0 % |"
+    assert lines[2].startswith("| snip-gemm | +8.8 ± 2.0 / +0.0 ± 0.0 (3) |")
+    assert lines[4].startswith("| grads-first - snip-gemm | +1.6 ± 0.0, p < 0.001 / ")
+    # On average the slopes are 11 and 13: 13 * 0.8 is 11 * 0.945, and 13 * 0.85 is beyond 95 %.
+    assert lines[5].split("|")[2].startswith(" +18.2 % [")
+    assert lines[5].split("|")[3].startswith(" not reached")
+    assert "mean of (0.85, 0.9, 0.95): +1.8 ± 0.0" in lines[7]
+    figure.draw(rows, {}, tmp_path / "curve.svg")
+    assert (tmp_path / "curve.svg").read_text().startswith("<?xml")
