@@ -17,15 +17,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from megatron.bridge.recipes.llama import llama32_1b_pretrain_config
-from megatron.bridge.recipes.qwen import qwen3_30b_a3b_pretrain_config
-from megatron.bridge.training.callbacks import Callback
-from megatron.bridge.training.gpt_step import forward_step
-from megatron.bridge.training.pretrain import pretrain
-from megatron.bridge.training.utils.omegaconf_utils import process_config_with_overrides
-
-RECIPES = {"llama": llama32_1b_pretrain_config, "moe": qwen3_30b_a3b_pretrain_config}
-
 SHRUNK = """
     model.num_layers=4 model.hidden_size=128 model.ffn_hidden_size=256 model.kv_channels=32
     model.num_attention_heads=4 model.num_query_groups=4 model.seq_length=32 dataset.seq_length=32
@@ -44,7 +35,7 @@ EXPERTS = """
 """
 
 
-class Results(Callback):
+class Results:
     """Losses of each step and digests of the weights, for the test."""
 
     def __init__(self) -> None:
@@ -74,8 +65,20 @@ class Results(Callback):
 
 
 def main() -> None:
+    # Not at the top: a process that a checkpoint starts imports this file, and needs none of it.
+    from megatron.bridge.recipes.llama import llama32_1b_pretrain_config
+    from megatron.bridge.recipes.qwen import qwen3_30b_a3b_pretrain_config
+    from megatron.bridge.training.gpt_step import forward_step
+    from megatron.bridge.training.pretrain import pretrain
+    from megatron.bridge.training.utils.omegaconf_utils import process_config_with_overrides
+
+    from megatron_snip.run import observation
+
+    if "TINY_EARLY" in os.environ:
+        observation.MIN_OPTIMIZER_STEPS = 0
+    recipes = {"llama": llama32_1b_pretrain_config, "moe": qwen3_30b_a3b_pretrain_config}
     name, *overrides = sys.argv[1:]
-    cfg = RECIPES[name]()
+    cfg = recipes[name]()
     experts = EXPERTS.split() if name == "moe" else []
     words = [*SHRUNK.split(), *experts, *overrides]
     cfg = process_config_with_overrides(cfg, cli_overrides=words)
@@ -85,12 +88,6 @@ def main() -> None:
 
         callbacks.append(SnipCallback(SnipConfig(**json.loads(os.environ["TINY_CALLBACK"]))))
     pretrain(cfg, forward_step, callbacks=callbacks)
-
-
-if "TINY_EARLY" in os.environ:
-    from megatron_snip.run import observation
-
-    observation.MIN_OPTIMIZER_STEPS = 0
 
 
 if __name__ == "__main__":
