@@ -102,7 +102,7 @@ def test_grouped_experts_are_linears(name: str) -> None:
 
 
 def test_what_is_not_here_says_so() -> None:
-    with pytest.raises(NotImplementedError, match=r"transformer_engine_torch\.swiglu"):
-        tex.swiglu(None, None)
+    with pytest.raises(NotImplementedError, match=r"transformer_engine_torch\.fused_rope_forward"):
+        tex.fused_rope_forward(None, None)
     with pytest.raises(AttributeError):
         tex.no_such_name  # noqa: B018

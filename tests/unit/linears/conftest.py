@@ -6,7 +6,7 @@ import pytest
 from megatron.core.models.gpt import GPTModel
 
 from megatron_snip.patches import cpu
-from tests.te.models import alone, build
+from tests.te.models import FP32, alone, build
 
 MakeModel = Callable[..., GPTModel]
 
@@ -23,5 +23,5 @@ def megatron() -> Iterator[None]:
 
 @pytest.fixture
 def make_model(megatron: None) -> MakeModel:
-    """Build a small GPTModel of Megatron's own linears; keywords go to its TransformerConfig."""
-    return lambda **changes: build(te=False, **{"hidden_dropout": 0.1, **changes})
+    """Build a small FP32 GPTModel of Megatron's linears; keywords go to its TransformerConfig."""
+    return lambda **changes: build(te=False, **{"hidden_dropout": 0.1, **FP32, **changes})
