@@ -17,7 +17,7 @@ from megatron_snip.formats import get_format, lowest_precision
 from megatron_snip.options import BF16, Granularity, Option, enumerate_options, formats_in
 from megatron_snip.plugins import load_plugins
 from megatron_snip.target_schedule import Point, TargetSchedule, parse_points
-from megatron_snip.types import glob_matches
+from megatron_snip.types import Gemm, glob_matches
 
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 Count = Annotated[int, Field(ge=1, le=2**53)]
@@ -332,8 +332,15 @@ class SnipConfig(ScheduleFields, MeasureFields, PlanFields, GuardFields, ReportF
         return next(matching, None)
 
     def allows(self, option: Option) -> bool:
-        """Return whether the formats allow an option; bf16 changes nothing and is always one."""
-        return set(option.formats) <= {*self.named_formats, "bf16"}
+        """Return whether the formats allow an option; bf16 changes nothing and is always one.
+
+        An entry that is an option of several formats allows each of them in its GEMM alone, unless
+        options differ per GEMM: then every GEMM may have every format.
+        """
+        if self.granularity == "gemm":
+            return set(option.formats) <= {*self.named_formats, "bf16"}
+        entries = [BF16, *map(Option.parse, self.format_entries)]
+        return all(option[gemm] in {entry[gemm] for entry in entries} for gemm in Gemm)
 
     def planning_values(self) -> dict[str, Any]:
         """Return the planner's part of the settings: the fields of a `PlanSettings`."""

@@ -114,6 +114,7 @@ def make_writers(
         TensorBoardWriter,
         WandbWriter,
         added_writers,
+        made_writers,
     )
 
     writers: list[Writer] = []
@@ -134,11 +135,12 @@ def make_writers(
         return writers
     interval = int(getattr(args, "tensorboard_log_interval", 1) or 1)
     board, wandb = loggers()
+    makers: dict[str, Callable[[], Writer]] = {}
     if board is not None:
-        writers.append(TensorBoardWriter(board, dump, interval, MEGATRON_LOGS))
+        makers["TensorBoard"] = lambda: TensorBoardWriter(board, dump, interval, MEGATRON_LOGS)
     if wandb is not None:
-        writers.append(WandbWriter(wandb, dump, interval, MEGATRON_LOGS))
-    return writers
+        makers["W&B"] = lambda: WandbWriter(wandb, dump, interval, MEGATRON_LOGS)
+    return [*writers, *made_writers(makers)]
 
 
 def _directory(config: SnipConfig, args: argparse.Namespace) -> Path:

@@ -36,6 +36,7 @@ import os
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -68,11 +69,16 @@ WRITERS: dict[str, WriterFactory] = {}
 
 def added_writers(settings: Mapping[str, Any]) -> list[Writer]:
     """Rank 0: return the writers that plugins add; one that cannot be made is left out."""
+    return made_writers({name: partial(make, settings) for name, make in WRITERS.items()})
+
+
+def made_writers(makers: Mapping[str, Callable[[], Writer]]) -> list[Writer]:
+    """Return what `makers` make, by name; a writer that cannot be made is left out."""
     writers = []
-    for name, make in WRITERS.items():
+    for name, make in makers.items():
         try:
-            writers.append(make(settings))
-        except Exception as error:  # an output of somebody else's does not cost the run
+            writers.append(make())
+        except Exception as error:  # one rank writes: its error would leave the others waiting
             line = log_failure(logger, f"making the writer '{name}'", error)
             warn_once(logger, f"snip: without the writer '{name}': {line}")
     return writers

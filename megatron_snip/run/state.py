@@ -157,7 +157,7 @@ def reported_settings(
     """Return settings, versions and recipes of formats whose change a resumed run reports."""
     versions = {name: installed_version(name) for name in PACKAGES}
     return {
-        **_as_text({name: getattr(config, name) for name in PLAN_SETTINGS}),
+        **_as_text({name: getattr(config, name) for name in (*PLAN_SETTINGS, "collect_only")}),
         **_as_text({"backend": backend, **versions}),
         **{f"recipe of {name}": recipe for name, recipe in recipes.items()},
     }

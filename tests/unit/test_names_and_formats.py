@@ -142,6 +142,17 @@ def test_an_option_can_be_one_of_the_formats() -> None:
         make_config({"formats": ",".join(entries), "pins": "*.fc2=fp4"})
 
 
+def test_an_option_among_the_formats_allows_each_format_in_its_gemm() -> None:
+    settings = {"formats": "fp8,fp8-forward-fp4-backward"}
+    texts = ("bf16", "fp8", "fp8-fp4-fp4", "bf16-fp4-fp8", "fp4", "fp4-fp8-fp8")
+    options = [Option.parse(text) for text in texts]
+    per_linear = make_config(settings)
+    assert [per_linear.allows(option) for option in options] == [True] * 4 + [False] * 2
+    per_gemm = make_config({**settings, "granularity": "gemm"})
+    assert all(per_gemm.allows(option) for option in per_gemm.options)
+    assert make_config({"formats": "fp8,fp4"}).allows(Option.parse("fp4-fp8-bf16"))
+
+
 def test_gemms_have_their_format() -> None:
     option = Option("fp4", "fp8", "bf16")
     assert [option[gemm] for gemm in Gemm] == ["fp4", "fp8", "bf16"]

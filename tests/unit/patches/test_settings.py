@@ -6,6 +6,7 @@ import re
 from argparse import Namespace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -176,3 +177,16 @@ def test_an_output_directory_that_cannot_be_used_is_named_by_its_flag(tmp_path: 
         make_writers(SnipConfig(output_dir=tmp_path), Namespace(), Topology(), lambda: (None, None))
     assert caught.value.field == "output_dir"
     assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
+
+
+def test_a_dashboard_that_fails_at_the_start_is_left_out(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    board, wandb = Mock(), Mock()
+    wandb.config.update.side_effect = ConnectionError("the service is gone")
+    config = SnipConfig(output_dir=tmp_path / "snip")
+    writers = make_writers(config, Namespace(), Topology(), lambda: (board, wandb))
+    assert [type(writer).__name__ for writer in writers] == ["RunDirectory", "TensorBoardWriter"]
+    assert "without the writer 'W&B': ConnectionError: the service is gone" in caplog.text
+    for writer in writers:
+        writer.close()

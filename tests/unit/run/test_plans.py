@@ -232,3 +232,10 @@ def test_a_resume_with_another_recipe_says_what_changes() -> None:
     state = ControllerState(iteration=3, plan=plan_of(["fp8"]), settings=settings)
     new = reported_settings(config, "te", {"bf16": "bf16", "fp8": "delayed_hybrid"})
     assert state.changes(new) == ["recipe of fp8 blockwise -> delayed_hybrid"]
+
+
+def test_a_resume_that_only_measures_says_so() -> None:
+    settings = reported_settings(SnipConfig(), "simulate", {})
+    state = ControllerState(iteration=3, plan=plan_of(["fp8"]), settings=settings)
+    new = reported_settings(SnipConfig(collect_only=True), "simulate", {})
+    assert state.changes(new) == ["collect_only False -> True"]
