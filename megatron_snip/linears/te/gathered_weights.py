@@ -5,8 +5,9 @@ them into its parameter and zeroes the memory: `_post_param_sync` of a group of 
 step. It is overridden on the instance, and saves the weights of linears that the plan runs in
 another format than they are stored in: 2 bytes an element of these linears, and none of others.
 
-Before the first gathering under a new plan a linear multiplies the dequantized weight. With
-`--overlap-param-gather` Megatron gathers in the forward, so that never happens.
+Before the first gathering under a new plan a linear multiplies the dequantized weight. That is the
+first iteration under the plan; with `--overlap-param-gather` Megatron gathers in the forward, so it
+is only the first iteration of a resumed job, in which Megatron leaves the gathering out.
 """
 
 from collections.abc import Callable, Iterable, Iterator
