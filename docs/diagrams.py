@@ -186,7 +186,7 @@ def life() -> Diagram:
         ("plan file", "--snip-plan-file", ORANGE),
         ("checkpoint", "state: plan, problem", ORANGE),
         ("policy", "without measurements", ORANGE),
-        ("BF16", "until a refresh", ORANGE),
+        ("the job's own", "until a refresh", ORANGE),
     )
     for number, (name, detail, color) in enumerate(sources):
         x = 20 + 220 * number

@@ -100,7 +100,8 @@ class ScheduleFields(Section):
     is fixed so that a run can be repeated exactly."""
 
     collect_only: bool = False
-    """Only measure and write at refreshes; the plan stays BF16, or that of --snip-plan-file."""
+    """Only measure and write at refreshes. Linears run as in the job without SNIP, or by
+    --snip-plan-file."""
 
     eval_precision: Literal["plan", "bf16", "both"] = "plan"
     """Precision of evaluations: the current plan, or BF16 throughout. `both` runs each microbatch

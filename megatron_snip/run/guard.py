@@ -17,8 +17,8 @@ first revert in a row the next iteration measures again. Otherwise the data or t
 caused the loss, and the plan stays; a loss that is NaN under both plans is left to Megatron's own
 check.
 
-The fallback is the last good plan; if that is the current one, BF16 except for pinned linears; if
-that is the current one too, the guard stops watching.
+The fallback is the last good plan; if that is the current one, what the job itself runs, with the
+pins; if that is the current one too, the guard stops watching.
 
 Outside those iterations the loss is summed asynchronously after the backward, and read at the end
 of the iteration.
