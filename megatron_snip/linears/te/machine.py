@@ -124,9 +124,9 @@ def te_support(name: str, machine: Machine) -> tuple[str, str]:
     own = machine.run_recipe if machine.run_recipe in by_name and machine.capability else ""
     found = own or next((k for k, recipe in by_name.items() if machine.runs_on(recipe.gpus)), "")
     if not found:
-        gpus = dict.fromkeys(gpu for recipe in by_name.values() for gpu in recipe.gpus)
-        first = next(iter(by_name.values()))
-        return "", f"{first.gemms} need a GPU of compute capability {' or '.join(gpus)}"
+        widest = max(by_name.values(), key=lambda recipe: len(recipe.gpus))
+        gpus = " or ".join(widest.gpus)  # those of the format's other recipes are among them
+        return "", f"{widest.gemms} need a GPU of compute capability {gpus}"
     if machine.te_version is None:
         return "", "Transformer Engine cannot be imported"
     if found in machine.te_unavailable:

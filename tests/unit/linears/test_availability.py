@@ -17,7 +17,7 @@ from megatron_snip.linears.te.machine import (
     te_support,
     unmeasured_settings,
 )
-from megatron_snip.linears.te.recipe import RunPrecision
+from megatron_snip.linears.te.recipe import RECIPES, RunPrecision
 from megatron_snip.options import BF16, Option, enumerate_options
 from megatron_snip.topology import Topology
 
@@ -95,6 +95,15 @@ def test_fp8_is_the_recipe_that_the_run_has(
     broken = te(capability, run=run, te_unavailable={recipe: "CUDA is too old"})
     assert str(te_refusal(FP8, broken)).endswith("CUDA is too old")
     assert te_refusal(FP8, Machine(None, run=run)) is not None
+
+
+def test_a_refusal_names_every_gpu_that_has_a_recipe_of_the_format() -> None:
+    where = " need a GPU of compute capability "
+    assert te_support("fp8", Machine())[1] == f"FP8 GEMMs{where}8.9 or 9.0 or 10.x or 12.x"
+    for name in FORMATS:
+        gpus = {gpu for recipe in RECIPES.values() if name in recipe.formats for gpu in recipe.gpus}
+        if gpus:
+            assert set(te_support(name, Machine())[1].split(where)[1].split(" or ")) == gpus
 
 
 def test_delayed_scaling_is_one_recipe_for_the_linear() -> None:
