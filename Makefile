@@ -8,19 +8,24 @@ SHELL := /bin/bash
 PYTHON ?= python3
 VENV ?= .venv
 LOCK := requirements/lock.txt
+# The part of it that a run and its report import: all that `make demo` waits for.
+RUN_LOCK := requirements/run.txt
 TORCH_CPU := requirements/torch-cpu.txt
 TORCH_CUDA := requirements/torch-cuda.txt
 # Transformer Engine's Python, for the tests: in folders beside site-packages, where Megatron would
 # find it and miss its compiled extension.
 TE_LOCKS := $(sort $(wildcard requirements/te/*.txt))
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
-# The stamp's name follows what was installed, so a changed lock or pyproject.toml installs anew.
-STAMP := $(VENV)/.installed-$(shell cat $(LOCK) $(TE_LOCKS) pyproject.toml setup.py 2>/dev/null | sha256sum | cut -c1-16)
+# A stamp's name follows what was installed, so a changed lock or pyproject.toml installs anew.
+hash_of = $(shell cat $(1) pyproject.toml setup.py 2>/dev/null | sha256sum | cut -c1-16)
+RUN_STAMP := $(VENV)/.installed-run-$(call hash_of,$(RUN_LOCK))
+STAMP := $(VENV)/.installed-all-$(call hash_of,$(RUN_LOCK) $(LOCK) $(TE_LOCKS))
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 # Every file is checked against its hash; wheels alone, so that none of them runs code by being
 # installed; and the lock is complete, so nothing is added to it.
-INSTALL_LOCKED := $(PIP) install -q --require-hashes --only-binary :all: --no-deps -r
+# Python compiles what it imports; pip would compile the rest, too.
+INSTALL_LOCKED := $(PIP) install -q --require-hashes --only-binary :all: --no-deps --no-compile -r
 # A laptop is spared CUDA (3 GB) if there is a wheel of torch without it: in pip's own sources or in
 # PyTorch's index. Else PyPI's torch is taken, which on Linux wants CUDA's libraries beside it.
 WANTS_CUDA := $(BIN)/python -c 'import importlib.metadata as m, sys; sys.exit(not \
@@ -62,21 +67,27 @@ help:  ## show this list
 .PHONY: install
 install: $(STAMP)  ## make .venv and install the pinned packages
 
-$(STAMP):
+$(RUN_STAMP):
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 	  { echo "megatron-snip needs Python 3.11 or later; got $$($(PYTHON) --version). Set PYTHON=..."; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 	@$(INSTALL_LOCKED) $(TORCH_CPU) --extra-index-url $(TORCH_INDEX) --retries 1 || \
 	  echo "could not install torch for the CPU alone; taking PyPI's"
-	$(INSTALL_LOCKED) $(LOCK)
+	$(INSTALL_LOCKED) $(RUN_LOCK)
 	@if $(WANTS_CUDA); then $(INSTALL_LOCKED) $(TORCH_CUDA); fi
 	$(PIP) install -q --no-deps --no-build-isolation -e .
-	@$(foreach file,$(TE_LOCKS),$(INSTALL_LOCKED) $(file) --upgrade --target $(VENV)/te/$(basename $(notdir $(file)));)
 	@rm -f $(VENV)/.installed-*
 	@touch $@
 
+$(STAMP): $(RUN_STAMP)
+	$(INSTALL_LOCKED) $(LOCK)
+	@if $(WANTS_CUDA); then $(INSTALL_LOCKED) $(TORCH_CUDA); fi
+	@$(foreach file,$(TE_LOCKS),$(INSTALL_LOCKED) $(file) --upgrade --target $(VENV)/te/$(basename $(notdir $(file)));)
+	@rm -f $(VENV)/.installed-all-*
+	@touch $@
+
 .PHONY: demo
-demo: $(STAMP)  ## train a small Llama with SNIP on two ranks and show what it did
+demo: $(RUN_STAMP)  ## train a small Llama with SNIP on two ranks and show what it did
 	$(BIN)/megatron-snip train --config configs/demo.yaml --run-dir $(RUN_DIR) --overwrite $(DEMO_ARGS)
 	@echo "the report, for a browser: $$($(BIN)/megatron-snip report $(RUN_DIR))"
 

@@ -2,12 +2,12 @@
 
 python requirements/lock.py        needs `uv` on PATH, and PyPI
 
-lock.txt          every package of the quickstart. A version's hashes are those of all its files
+lock.txt          every package of `make install`. A version's hashes are those of all its files
                   on PyPI: of other Pythons and other systems, too
 torch-cpu.txt     torch without CUDA, which is not on PyPI: the wheel that the venv's pip finds
 torch-cuda.txt    what PyPI's torch for Linux needs beside lock.txt: the CUDA libraries, and the
                   release of Triton that it was made with
-gpu.txt           the packages that it already names, as lock.txt has them
+run.txt, gpu.txt  the packages that they already name, as lock.txt has them
 te/RELEASE.txt    releases of Transformer Engine, as far as they are Python
 """
 
@@ -101,7 +101,8 @@ def main() -> None:
     on_pypi = {name_of(pin): hashes for pin, hashes in hashed(pins, "--no-deps").items()}
     locked = {pin: on_pypi[name_of(pin)] for pin in pins}
     write(HERE / "lock.txt", locked)
-    write_part(HERE / "gpu.txt", locked)
+    for name in ("run.txt", "gpu.txt"):
+        write_part(HERE / name, locked)
     with_cuda = hashed([torch.split("+")[0]], "--python-platform", LINUX)
     known = set(on_pypi) - TORCHS_OWN
     beside = {pin: hashes for pin, hashes in with_cuda.items() if name_of(pin) not in known}

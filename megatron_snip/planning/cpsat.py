@@ -34,11 +34,10 @@ class Core:
     """The choices that are still open.
 
     Attributes:
-        starts: Where each linear's choices start, [m + 1]: choices starts[i] .. starts[i+1]-1
-            belong to linear i.
-        cost: Cost of every choice, [c].
-        rows: Constraints: the coefficients of the choices ([c], int64) and the least sum.
-        hint: A choice for each linear to start from, [m] (an index into choices).
+        starts: [m + 1], choices starts[i] .. starts[i+1]-1 belong to linear i.
+        cost: [c], of every choice.
+        rows: constraints: coefficients ([c], int64) and the least sum.
+        hint: [m], a choice for each linear to start from (an index into choices).
     """
 
     starts: Ints
@@ -56,10 +55,10 @@ class Effort:
     """Limits of one solve.
 
     Attributes:
-        settings: Threads and seed are used.
-        seconds: Wall-clock limit.
+        settings: threads and seed.
+        seconds: wall-clock limit.
         deterministic_s: CP-SAT's deterministic time limit, the same on every machine.
-        absolute_gap: The solver stops once the cost is proven to be this close to the best.
+        absolute_gap: stop once the cost is proven to be this close to the best.
     """
 
     settings: PlanSettings
@@ -73,11 +72,11 @@ class CoreSolution:
     """The result of CP-SAT.
 
     Attributes:
-        choices: The choice of each linear, [m], or None if no assignment was found.
-        bound: Proven lower bound on the cost of every assignment of the core; -inf if unknown,
+        choices: [m], the chosen choice of each linear, or None if none was found.
+        bound: proven lower bound on the cost of every assignment of the core; -inf if unknown,
             +inf if there is provably no assignment.
-        proven: Whether `choices` is best up to the scaling error.
-        work: Deterministic seconds used.
+        proven: whether `choices` is best up to the scaling error.
+        work: deterministic seconds used.
     """
 
     choices: Ints | None
@@ -98,7 +97,7 @@ def solve_core(core: Core, effort: Effort) -> CoreSolution:
     for members in groups:  # the first linear of a group stands for all: its choices are counted
         num = len(members)
         choices = core.choices(members[0])
-        if num == 1:  # Booleans, which CP-SAT handles best
+        if num == 1:
             own = [model.new_bool_var("") for _ in choices]
             model.add_exactly_one(own)
         else:
@@ -107,9 +106,8 @@ def solve_core(core: Core, effort: Effort) -> CoreSolution:
         variables |= zip(choices, own, strict=True)
 
     def weighted(weights: Ints) -> Any:
-        """Return the sum of weight times variable, without the terms of weight 0."""
-        used = [choice for choice in variables if weights[choice]]
-        terms = [variables[choice] for choice in used]
+        used = [c for c in variables if weights[c]]
+        terms = [variables[c] for c in used]
         return cp_model.LinearExpr.weighted_sum(terms, weights[used].tolist())
 
     for coefficients, threshold in core.rows:
@@ -117,9 +115,8 @@ def solve_core(core: Core, effort: Effort) -> CoreSolution:
     model.minimize(weighted(integers))
     for members in groups:
         hinted = [int(core.hint[linear] - core.starts[linear]) for linear in members]
-        for option, choice in enumerate(core.choices(members[0])):
-            model.add_hint(variables[choice], hinted.count(option))
-
+        for option, c in enumerate(core.choices(members[0])):
+            model.add_hint(variables[c], hinted.count(option))
     solver = _solver(effort, unit)
     status = solver.solve(model)
     work = solver.response_proto.deterministic_time
@@ -128,14 +125,11 @@ def solve_core(core: Core, effort: Effort) -> CoreSolution:
     bound = base + unit * solver.best_objective_bound - error
     if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
         return CoreSolution(None, bound if np.isfinite(bound) else -np.inf, False, work)
-    counts = {choice: solver.value(variable) for choice, variable in variables.items()}
-    chosen = _choices(core, groups, counts)
+    chosen = _choices(core, groups, {c: solver.value(v) for c, v in variables.items()})
     scaled = base + unit * float(integers[chosen].sum())
     assert abs(scaled - core.cost[chosen].sum()) <= error, "the scaling error is too small"
-    # CP-SAT calls a search that a gap limit ends optimal, too. Costs are integers here: a cost less
-    # than 1 above the bound is the least one.
-    is_closed = solver.objective_value < solver.best_objective_bound + 1
-    proven = status == cp_model.OPTIMAL and is_closed
+    # A search that a gap limit ends is called optimal, too.
+    proven = status == cp_model.OPTIMAL and solver.objective_value < solver.best_objective_bound + 1
     return CoreSolution(chosen, bound, proven, work)
 
 
@@ -153,7 +147,7 @@ def _choices(core: Core, groups: list[list[int]], counts: dict[int, int]) -> Int
     """Give every linear of a group its option; as many as possible take their hinted one."""
     choices = np.full(len(core.starts) - 1, -1, dtype=np.int64)
     for members in groups:
-        left = [counts[choice] for choice in core.choices(members[0])]
+        left = [counts[c] for c in core.choices(members[0])]
         waiting = []
         for linear in members:
             hinted = int(core.hint[linear] - core.starts[linear])
@@ -162,9 +156,7 @@ def _choices(core: Core, groups: list[list[int]], counts: dict[int, int]) -> Int
                 choices[linear] = core.starts[linear] + hinted
             else:
                 waiting.append(linear)
-        spare: list[int] = []
-        for option, count in enumerate(left):
-            spare += [option] * count
+        spare = [option for option, count in enumerate(left) for _ in range(count)]
         for linear, option in zip(waiting, spare, strict=True):
             choices[linear] = core.starts[linear] + option
     return choices
@@ -173,7 +165,7 @@ def _choices(core: Core, groups: list[list[int]], counts: dict[int, int]) -> Int
 def _integer_costs(core: Core) -> tuple[Ints, float, float, float]:
     """Return (integers, unit, base, error); the least integer of every linear is 0.
 
-    The true cost of an assignment is base + unit * (the sum of its integers), up to `error`.
+    The true cost of an assignment is base + unit * (its integers' sum), up to the error.
     """
     sizes = np.diff(core.starts)
     least = np.minimum.reduceat(core.cost, core.starts[:-1])
