@@ -36,15 +36,15 @@ _Seconds = Annotated[float, Field(gt=0.0, le=1e9)]
 
 
 class CalibratedLinear(BaseModel):
-    """Seconds of one shape.
+    """Seconds of linears of one shape.
 
     Attributes:
-        names: glob over linears' names, e.g. `*.mlp.linear_fc1`.
-        out_features: N.
-        in_features: K.
-        seconds: by format and GEMM.
-        tokens: of the measurement; None for the table's.
-        mixed_s: what an option with more than one format takes beside its GEMMs.
+        names: Glob over the linears' names, such as `*.mlp.linear_fc1`.
+        out_features: Number of output features N.
+        in_features: Number of input features K.
+        seconds: Measured seconds by format and GEMM.
+        tokens: Number of tokens of the measurement; None takes the table's.
+        mixed_s: Seconds that an option with more than one format takes beside its GEMMs.
     """
 
     model_config = STRICT
@@ -84,9 +84,9 @@ class CalibrationTable(BaseModel):
         """Return the time of a linear's three GEMMs under an option.
 
         Args:
-            linear: its layout-independent name.
+            linear: Layout-independent name of the linear.
             flops: FLOPs of its three GEMMs together.
-            option: what they run in.
+            option: Formats of the three GEMMs.
 
         Raises:
             UsageError: if no entry matches the linear or a format was not measured.
@@ -106,8 +106,8 @@ class CalibrationTable(BaseModel):
     def slowest_stage(self, linears: Mapping[str, Option], work: Work) -> float:
         """Return the seconds of the slowest pipeline stage's linears under an assignment.
 
-        They are a GPU's seconds for what `work` counts (one token), summed over the GPUs that
-        share it.
+        They are the seconds of one GPU for the FLOPs in `work` (those of one token). Where GPUs
+        share a linear, their seconds are added.
         """
         stages: dict[int, float] = defaultdict(float)
         for name, option in linears.items():

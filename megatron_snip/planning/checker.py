@@ -5,6 +5,7 @@ efficiency of the model and of every stage, the digest, and every constraint in 
 is the executable specification of a correct plan. It shares only the tolerance with the planner.
 """
 
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
@@ -29,18 +30,18 @@ class _Numbers(NamedTuple):
     """One linear under the plan, as numbers of `planning/cost.py`.
 
     Attributes:
-        loss: quality loss; None if the option is forbidden.
-        weight: largest possible gain.
-        gain: of the option.
-        time: of the option.
-        fastest: least time that pins and forbidden options allow.
+        loss: Quality loss of the plan's option; None if the option is forbidden.
+        weight: Largest possible gain of the linear.
+        gain: Gain of the plan's option.
+        time: Time of the plan's option.
+        least_time: Least time that pins and forbidden options allow.
     """
 
     loss: float | None
     weight: float
     gain: float
     time: float
-    fastest: float
+    least_time: float
 
 
 def find_violations(
@@ -52,10 +53,10 @@ def find_violations(
     """Return everything that is wrong with a plan, one line each; empty if it is correct.
 
     Args:
-        plan: the plan to check.
-        problem: the problem that it was made for.
-        settings: the rules under which it was made.
-        heeds_target: whether its policy reaches the target; another one may use an unlisted bf16.
+        plan: The plan to check.
+        problem: The problem that it was made for.
+        settings: The rules under which it was made.
+        heeds_target: Whether its policy reaches the target; another one may use an unlisted bf16.
     """
     if set(plan.linears) != set(problem.names):
         return ["the plan's linears are not the problem's"]
@@ -63,87 +64,125 @@ def find_violations(
     stages: list[list[_Numbers]] = [[] for _ in range(problem.num_stages)]
     for linear in problem.linears:
         name = linear.name
-        option = plan.linears[linear.name]
-        pins = [(glob, wanted) for glob, wanted in settings.pins if glob_matches(name, glob)]
+        option = plan.linears[name]
         costs = {parse_option(text): cost for text, cost in linear.options.items()}
+        pins = [(glob, wanted) for glob, wanted in settings.pins if glob_matches(name, glob)]
+
         # bf16 changes nothing, and so pins and some policies may use it unlisted.
-        if option not in costs and not (option == BF16 and (pins or not heeds_target)):
+        may_be_unlisted = option == BF16 and (len(pins) > 0 or not heeds_target)
+        if option not in costs and not may_be_unlisted:
             faults.append(f"'{name}' has no option '{option}'")
-        faults += [
-            f"'{name}' has {option}, and pin {glob} demands {wanted}"
-            for glob, wanted in pins
-            if option != parse_option(wanted)
-        ]
+        for glob, wanted in pins:
+            if option != parse_option(wanted):
+                faults.append(f"'{name}' has {option}, and pin {glob} demands {wanted}")
         own = costs.get(option, _UNLISTED_BF16)
         if own.quality_loss is None:
             faults.append(f"'{name}' has '{option}', which is forbidden")
+
         usable = [cost for cost in costs.values() if cost.quality_loss is not None]
-        numbers = _numbers(linear, own, [own] if pins or not usable else usable, settings.cost)
-        stages[linear.stage].append(numbers)
-    faults += [
-        f"{', '.join(names)} are tied and have different options"
-        for names in problem.ties
-        if len({plan.linears[name] for name in names}) > 1
-    ]
+        if pins or not usable:
+            usable = [own]
+        stages[linear.stage].append(_numbers(linear, own, usable, settings.cost))
+
+    for names in problem.ties:
+        if len({plan.linears[name] for name in names}) > 1:
+            faults.append(f"{', '.join(names)} are tied and have different options")
     if plan.digest != assignment_digest(plan.linears):
         faults.append("the digest does not match the assignment")
     target = problem.target if settings.target is None else settings.target
+    balance = settings.pipeline_balance
     if not heeds_target:
         target = 0.0
+        balance = "none"
     if plan.target != target:
         faults.append(f"target {plan.target}, asked for {target}")
-    faults += _check_objective(plan, [each.loss for members in stages for each in members])
-    balance = settings.pipeline_balance if heeds_target else "none"
-    faults += _check_efficiency(plan, target, stages, balance)
+    model = list(itertools.chain.from_iterable(stages))
+    faults += _check_objective(plan, [each.loss for each in model])
+    faults += _check_efficiency(plan, target, stages)
+    if balance == "stage":
+        faults += _check_stage_targets(target, stages)
+    if balance == "bottleneck":
+        faults += _check_slowest_stage(stages)
     return faults
 
 
 def _numbers(
     linear: LinearChoices, own: OptionCost, usable: Sequence[OptionCost], cost_model: str
 ) -> _Numbers:
+    """Return the numbers of one linear.
+
+    Args:
+        linear: The linear and all of its options.
+        own: The option that the plan gives to it.
+        usable: The options that it could have.
+        cost_model: `flops` or `time`.
+    """
     if cost_model == "flops":
-        times = [linear.flops * (1 - cost.saving / 2) for cost in (own, *usable)]
+        time = linear.flops * (1 - own.saving / 2)
+        usable_times = [linear.flops * (1 - cost.saving / 2) for cost in usable]
         weight = linear.flops
         gain = linear.flops * own.saving
     else:
-        every = [cost.seconds or 0.0 for cost in linear.options.values()]
-        times = [cost.seconds or 0.0 for cost in (own, *usable)]
-        weight = max(every) - min(every)
-        gain = max(every) - times[0]
-    return _Numbers(own.quality_loss, weight, gain, times[0], min(times[1:]))
+        time = own.seconds or 0.0
+        usable_times = [cost.seconds or 0.0 for cost in usable]
+        all_times = [cost.seconds or 0.0 for cost in linear.options.values()]
+        weight = max(all_times) - min(all_times)
+        gain = max(all_times) - time
+    return _Numbers(
+        loss=own.quality_loss,
+        weight=weight,
+        gain=gain,
+        time=time,
+        least_time=min(usable_times),
+    )
 
 
 def _check_objective(plan: PrecisionPlan, losses: Sequence[float | None]) -> Iterator[str]:
     known = [loss for loss in losses if loss is not None]
     slack = _RELATIVE * math.fsum(map(abs, known))
-    total = math.fsum(known) if len(known) == len(losses) else None
-    if total is None or plan.objective is None:
-        is_wrong = plan.objective != total
-    else:
-        is_wrong = abs(total - plan.objective) > slack
-    if is_wrong:
+    if len(known) < len(losses):  # a plan with a forbidden option has no objective
+        if plan.objective is not None:
+            yield f"objective {plan.objective}, recomputed None"
+        return
+    total = math.fsum(known)
+    if plan.objective is None or abs(total - plan.objective) > slack:
         yield f"objective {plan.objective}, recomputed {total}"
-    elif total is not None and plan.bound is not None and plan.bound > total + slack:
+    elif plan.bound is not None and plan.bound > total + slack:
         yield f"bound {plan.bound} is above the objective {total}"
 
 
 def _check_efficiency(
-    plan: PrecisionPlan, target: float, stages: list[list[_Numbers]], balance: str
+    plan: PrecisionPlan, target: float, stages: Sequence[Sequence[_Numbers]]
 ) -> Iterator[str]:
+    """Check the plan's efficiencies, and that of the model against the target."""
     if len(stages) != len(plan.stages):
         yield f"{len(plan.stages)} stages, the problem has {len(stages)}"
-    places = [("", [each for members in stages for each in members], plan.efficiency)]
-    pairs = zip(stages, plan.stages, strict=False)
-    places += [(f" of stage {p}", members, claimed) for p, (members, claimed) in enumerate(pairs)]
-    for place, members, claimed in places:
-        weight = math.fsum(each.weight for each in members)
-        found = math.fsum(each.gain for each in members) / weight if weight else 1.0
-        if abs(found - claimed) > _RELATIVE:
-            yield f"efficiency {claimed}{place} is not that of the assignment"
-        if found < target - float(TOLERANCE) and (not place or balance == "stage"):
-            yield f"efficiency {found}{place} is below the target {target}"
-    if balance == "bottleneck":
-        taken = max(math.fsum(each.time for each in members) for members in stages)
-        needed = max(math.fsum(each.fastest for each in members) for members in stages)
-        if taken > needed * (1 + float(TOLERANCE)):
-            yield f"the slowest stage takes {taken}, it could take {needed}"
+    found = _efficiency(list(itertools.chain.from_iterable(stages)))
+    if abs(found - plan.efficiency) > _RELATIVE:
+        yield f"efficiency {plan.efficiency} is not that of the assignment"
+    if found < target - float(TOLERANCE):
+        yield f"efficiency {found} is below the target {target}"
+    for stage, (members, claimed) in enumerate(zip(stages, plan.stages, strict=False)):
+        if abs(_efficiency(members) - claimed) > _RELATIVE:
+            yield f"efficiency {claimed} of stage {stage} is not that of the assignment"
+
+
+def _check_stage_targets(target: float, stages: Sequence[Sequence[_Numbers]]) -> Iterator[str]:
+    for stage, members in enumerate(stages):
+        found = _efficiency(members)
+        if found < target - float(TOLERANCE):
+            yield f"efficiency {found} of stage {stage} is below the target {target}"
+
+
+def _check_slowest_stage(stages: Sequence[Sequence[_Numbers]]) -> Iterator[str]:
+    slowest = max(math.fsum(each.time for each in members) for members in stages)
+    needed = max(math.fsum(each.least_time for each in members) for members in stages)
+    if slowest > needed * (1 + float(TOLERANCE)):
+        yield f"the slowest stage takes {slowest}, it could take {needed}"
+
+
+def _efficiency(members: Sequence[_Numbers]) -> float:
+    weight = math.fsum(each.weight for each in members)
+    if weight == 0.0:
+        return 1.0
+    return math.fsum(each.gain for each in members) / weight

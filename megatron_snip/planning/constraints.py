@@ -35,25 +35,25 @@ FORBIDDEN = "forbidden options"
 
 
 class Floors(NamedTuple):
-    """Least sums of integer gains: of all linears, or of those of each stage.
+    """Least sums of integer gains: one sum over all linears, or one sum for each stage.
 
     Attributes:
-        gains: [n, k], int64.
-        group: [n], the sum that each linear belongs to.
-        least: least value of each sum; 0 where there is none, since gains are never negative.
+        gains: The integer gain of every option, [n, k], int64.
+        group: The index of the sum that each linear belongs to, [n].
+        least: The least value of each sum. Gains are never negative, so 0 asks for nothing.
     """
 
     gains: Ints
     group: Ints
     least: Ints
 
-    def own(self, columns: Ints) -> Ints:
+    def gains_of(self, columns: Ints) -> Ints:
         """Return each linear's gain [n] under an assignment ([n] columns)."""
         return self.gains[np.arange(len(columns)), columns]
 
     def missing(self, columns: Ints, rows: Ints | slice = slice(None)) -> Ints:
         """Return what each sum lacks under an assignment ([n] columns), where only `rows` count."""
-        sums = np.bincount(self.group[rows], self.own(columns)[rows], len(self.least))
+        sums = np.bincount(self.group[rows], self.gains_of(columns)[rows], len(self.least))
         return self.least - sums.astype(np.int64)  # exact: see `cost.MAX_SUM`
 
 
@@ -61,31 +61,34 @@ class Floors(NamedTuple):
 class Task:
     """Choose one allowed column x_l for each linear l so that the sum of costs is least.
 
-        sum over stage p of gain[l, x_l]  >=  floors[p]     where the stages have floors
-        sum over all linears of gain      >=  least         where there is an overall floor
+        sum over stage p of gain[l, x_l]  >=  stage_floors[p]    where the stages have floors
+        sum over all linears of gain      >=  overall_floor      where there is one
 
     Attributes:
-        table: the gains.
-        cost: [n, k], quality loss plus the price of a change; NaN where forbidden or padded.
-        allowed: [n, k], the columns to choose from.
-        floors: least gain of each stage, exact; None if the stages have none.
-        least: least overall gain, exact; None where there is none.
+        table: The problem's arrays; they hold the gains.
+        cost: Quality loss plus the price of a change, [n, k]; NaN where forbidden or padded.
+        allowed: The columns to choose from, [n, k].
+        stage_floors: The least gain of each stage, exact; None if the stages have no floors.
+        overall_floor: The least gain of all linears, exact; None if there is no such floor.
     """
 
     table: CostTable
     cost: Floats
     allowed: Mask
-    floors: tuple[Fraction, ...] | None
-    least: Fraction | None
+    stage_floors: tuple[Fraction, ...] | None
+    overall_floor: Fraction | None
 
     @cached_property
     def gain_floors(self) -> tuple[Floors, ...]:
-        """Both kinds of floors in the solver's integers: those of the stages, then the overall."""
-        table, least = self.table, self.least or Fraction(0)
-        overall = _integer_floors(table.overall_row, np.zeros_like(table.stage), (least,))
-        if self.floors is None:
+        """All floors in the solver's integers: those of the stages (if any), then the overall."""
+        table = self.table
+        in_one_group = np.zeros_like(table.stage)
+        least = self.overall_floor or Fraction(0)
+        overall = _integer_floors(table.overall_row, in_one_group, (least,))
+        if self.stage_floors is None:
             return (overall,)
-        return _integer_floors(table.stage_row, table.stage, self.floors), overall
+        by_stage = _integer_floors(table.stage_row, table.stage, self.stage_floors)
+        return (by_stage, overall)
 
     def holds(self, columns: Ints) -> bool:
         """Whether an assignment ([n] columns) satisfies the task (in the solver's integers)."""
@@ -103,12 +106,13 @@ class Constraints:
     """All constraints on a plan.
 
     Attributes:
-        table: the problem's arrays.
-        cost: [n, k]; see `Task`.
-        target: least efficiency.
-        balance: whether the target holds for the model or in each stage.
-        fixed: by label (`pin decoder.layers.0.*=fp8`) the column that each linear is fixed to, [n];
-            -1 for linears that the constraint leaves free.
+        table: The problem's arrays.
+        cost: The cost of every option, [n, k]; see `Task`.
+        target: The least efficiency of a plan.
+        balance: Whether the target holds for the model or in each stage.
+        fixed: Constraints that fix linears to a column, by label. The label is, for example,
+            `pin decoder.layers.0.*=fp8`; the value holds each linear's column, [n], and -1 for
+            linears that the constraint leaves free.
     """
 
     table: CostTable
@@ -123,8 +127,8 @@ class Constraints:
         text = f"target {self.target:g}"
         if self.balance != "stage":
             return {text: None}
-        used = [p for p, rows in enumerate(self.table.members) if len(rows)]
-        return {f"{text} in stage {p}": p for p in used}
+        stages_with_linears = [p for p, rows in enumerate(self.table.members) if len(rows)]
+        return {f"{text} in stage {p}": p for p in stages_with_linears}
 
     @property
     def labels(self) -> tuple[str, ...]:
@@ -135,16 +139,22 @@ class Constraints:
         """Return the task under the active constraints (by default all)."""
         on = set(self.labels if active is None else active)
         share = as_fraction(self.target) - NOISE
-        floors, least = [Fraction(0)] * self.table.problem.num_stages, None
+        stage_floors = [Fraction(0)] * self.table.problem.num_stages
+        overall_floor = None
         for label, stage in self.targets.items():
             if label not in on:
                 continue
             if stage is None:
-                least = share * self.table.weight
+                overall_floor = share * self.table.weight
             else:
-                floors[stage] = share * self.table.stage_weights[stage]
-        by_stage = tuple(floors) if self.balance == "stage" else None
-        return Task(self.table, self.cost, self._allowed(on), by_stage, least)
+                stage_floors[stage] = share * self.table.stage_weights[stage]
+        return Task(
+            table=self.table,
+            cost=self.cost,
+            allowed=self._allowed(on),
+            stage_floors=tuple(stage_floors) if self.balance == "stage" else None,
+            overall_floor=overall_floor,
+        )
 
     def checked_task(self) -> Task:
         """Return the task under all constraints, with floors that keep the bottleneck fast.
@@ -154,53 +164,71 @@ class Constraints:
                 conflict and the best reachable target.
         """
         task = self.task()
-        columns = max_saving_assignment(task)
-        if columns is None:
+        fastest = assignment_of_most_gain(task)
+        if fastest is None:
             raise self._infeasible()
         if self.balance != "bottleneck":
             return task
-        # T* is the least time of the slowest stage; base time b needs gain >= (b - T*) / rate.
-        bases, rate = self.table.stage_bases, self.table.rate
-        times = map(lambda b, g: b - rate * g, bases, self.table.stage_gains(columns))
+        # With all the gain that the other constraints allow, the slowest stage takes `slowest`. No
+        # stage may take longer: base - rate * gain <= slowest is a floor of the stage's gain.
+        bases = self.table.stage_bases
+        rate = self.table.rate
+        gains = self.table.stage_gains(fastest)
+        times = [base - rate * gain for base, gain in zip(bases, gains, strict=True)]
         slowest = max(times) * (1 + NOISE)
-        return replace(task, floors=tuple((base - slowest) / rate for base in bases))
+        return replace(task, stage_floors=tuple((base - slowest) / rate for base in bases))
 
     def _allowed(self, on: set[str]) -> Mask:
+        """Return the columns that the active constraints leave, [n, k]."""
         table = self.table
-        allowed, fixable = table.listed, np.ones_like(table.listed)
         if FORBIDDEN in on:
-            allowed, fixable = table.available, ~np.isnan(table.quality)
+            allowed = table.available
+            fixable = ~np.isnan(table.losses)
+        else:
+            allowed = table.listed
+            fixable = np.ones_like(table.listed)
         active = [columns[:, None] for label, columns in self.fixed.items() if label in on]
         is_fixed = np.any([columns >= 0 for columns in active], axis=0)
-        allowed = np.where(is_fixed, fixable, allowed)  # an unlisted bf16 may be pinned
-        for columns in active:  # two options for a linear leave none
+        # An unlisted bf16 may be pinned, and is otherwise no choice.
+        allowed = np.where(is_fixed, fixable, allowed)
+        for columns in active:  # two options for one linear leave it none
             allowed &= (columns < 0) | (columns == np.arange(allowed.shape[1]))
         return allowed
 
     def _infeasible(self) -> InfeasiblePlanError:
-        core = self._conflicting()
-        names = [self.table.names[r] for r in np.flatnonzero(~self._allowed(set(core)).any(axis=1))]
+        """Return the error that names a set of conflicting constraints and what can be reached."""
+        conflicts = self._conflicting()
+        has_option = self._allowed(set(conflicts)).any(axis=1)
+        names = [self.table.names[row] for row in np.flatnonzero(~has_option)]
         left = f"; no option is left for {listing(names, 3)}" if names else ""
-        texts = [f"{c} (null quality_loss{left})" if c == FORBIDDEN else c for c in core]
-        best, reachable = self._best_target(), "no target can be reached with the other constraints"
-        if best is not None:
+        texts = [
+            f"{label} (null quality_loss{left})" if label == FORBIDDEN else label
+            for label in conflicts
+        ]
+        best = self._best_target()
+        if best is None:
+            reachable = "no target can be reached with the other constraints"
+        else:
             reachable = f"the best reachable target is {_rounded_down(best)}"
         return InfeasiblePlanError(
-            f"no plan satisfies: {'; '.join(texts)}; {reachable}", conflicts=core, best_target=best
+            f"no plan satisfies: {'; '.join(texts)}; {reachable}",
+            conflicts=conflicts,
+            best_target=best,
         )
 
     def _conflicting(self) -> tuple[str, ...]:
         """Return labels that conflict; without any one of them the others are feasible."""
-        core = self.labels
+        conflicts = self.labels
         for label in self.labels:
-            rest = tuple(other for other in core if other != label)
-            if max_saving_assignment(self.task(rest)) is None:
-                core = rest
-        return core
+            rest = tuple(other for other in conflicts if other != label)
+            if assignment_of_most_gain(self.task(rest)) is None:
+                conflicts = rest
+        return conflicts
 
     def _best_target(self) -> float | None:
         """Return the highest target that the other constraints allow; None if they conflict."""
-        columns = max_saving_assignment(self.task(set(self.labels) - set(self.targets)))
+        without_targets = set(self.labels) - set(self.targets)
+        columns = assignment_of_most_gain(self.task(without_targets))
         if columns is None:
             return None
         if self.balance == "stage":
@@ -208,20 +236,30 @@ class Constraints:
         return self.table.efficiency(columns)
 
 
-def max_saving_assignment(task: Task) -> Ints | None:
-    """Return the [n] columns of largest gain, at the least cost; None if the task is infeasible."""
+def assignment_of_most_gain(task: Task) -> Ints | None:
+    """Return the [n] columns of most gain, at the least cost; None if the task is infeasible."""
     if not task.allowed.any(axis=1).all():
         return None
-    columns = by_saving(task, most=True)
+    columns = columns_of_most_gain(task)
     return columns if task.holds(columns) else None
 
 
-def by_saving(task: Task, most: bool) -> Ints:
-    """Return, by row, the allowed column of most (else least) gain; of these the cheapest."""
-    gains = task.table.overall_row.coefficients * (1 if most else -1)
-    gains = np.where(task.allowed, gains, np.iinfo(np.int64).min)
-    best = task.allowed & (gains == gains.max(axis=1, keepdims=True))
-    columns: Ints = np.where(best, np.nan_to_num(task.cost, nan=0.0), np.inf).argmin(axis=1)
+def columns_of_most_gain(task: Task) -> Ints:
+    """Return each linear's allowed column of most gain, and of these the cheapest."""
+    return _cheapest_of_most(task, task.table.overall_row.coefficients)
+
+
+def columns_of_least_gain(task: Task) -> Ints:
+    """Return each linear's allowed column of least gain, and of these the cheapest."""
+    return _cheapest_of_most(task, -task.table.overall_row.coefficients)
+
+
+def _cheapest_of_most(task: Task, values: Ints) -> Ints:
+    """Return each linear's allowed column of the largest value, and of these the cheapest."""
+    values = np.where(task.allowed, values, np.iinfo(np.int64).min)
+    best = task.allowed & (values == values.max(axis=1, keepdims=True))
+    cost = np.nan_to_num(task.cost, nan=0.0)  # a test of feasibility allows forbidden options
+    columns: Ints = np.where(best, cost, np.inf).argmin(axis=1)
     return columns
 
 
@@ -231,33 +269,37 @@ def make_constraints(
     """Turn settings into named constraints and costs.
 
     Args:
-        table: the problem's arrays.
-        settings: pins, balance and the price of a change.
-        target: least efficiency.
-        previous: [n], columns of the previous plan (-1 where the table has none), or None.
+        table: The problem's arrays.
+        settings: Pins, balance and the price of a change are used.
+        target: The least efficiency of a plan.
+        previous: Columns of the previous plan, [n] (-1 where the table has none), or None.
 
     Raises:
         UsageError: if a pin matches no linear, or its option is not available for a linear.
     """
-    fixed = dict(_pin(table, glob, option) for glob, option in settings.pins)
-    cost = table.quality + settings.change_penalty * changes(table, previous)
-    return Constraints(table, cost, target, settings.pipeline_balance, fixed)
+    return Constraints(
+        table=table,
+        cost=table.losses + settings.change_penalty * changes(table, previous),
+        target=target,
+        balance=settings.pipeline_balance,
+        fixed=dict(_pin(table, glob, option) for glob, option in settings.pins),
+    )
 
 
 def changes(table: CostTable, previous: Ints | None) -> Floats:
     """Return [n, k], 1 where a column differs from an available option of the previous plan."""
     if previous is None:
-        return np.zeros(table.quality.shape)
-    available = (previous >= 0) & table.available[table.rows, previous]
-    differs = np.arange(table.quality.shape[1]) != previous[:, None]
-    changed: Floats = (available[:, None] & differs).astype(np.float64)
+        return np.zeros(table.losses.shape)
+    is_available = (previous >= 0) & table.available[table.rows, previous]
+    differs = np.arange(table.losses.shape[1]) != previous[:, None]
+    changed: Floats = (is_available[:, None] & differs).astype(np.float64)
     return changed
 
 
-def _integer_floors(row: GainRow, group: Ints, least: Sequence[Fraction]) -> Floors:
+def _integer_floors(row: GainRow, group: Ints, floors: Sequence[Fraction]) -> Floors:
     # Gains are never negative. A floor far below 0 would not fit the solver's integers.
-    integers = [max(0, math.ceil(g / unit)) for g, unit in zip(least, row.units, strict=True)]
-    return Floors(row.coefficients, group, np.array(integers))
+    least = [max(0, math.ceil(floor / unit)) for floor, unit in zip(floors, row.units, strict=True)]
+    return Floors(row.coefficients, group, np.array(least))
 
 
 def _pin(table: CostTable, glob: str, option: str) -> tuple[str, Ints]:

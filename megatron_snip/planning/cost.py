@@ -95,22 +95,27 @@ def choose_unit(values: Iterable[Fraction], largest_sum: Fraction) -> tuple[Frac
         denominator = math.lcm(unit.denominator, value.denominator)
         if denominator > _MAX_UNIT_DENOMINATOR:
             return largest_sum / MAX_SUM, False
-        unit = Fraction(math.gcd(*(int(v * denominator) for v in (unit, value))), denominator)
+        numerator = math.gcd(int(unit * denominator), int(value * denominator))
+        unit = Fraction(numerator, denominator)
     if not unit or not largest_sum:
         return Fraction(1), True
-    exact = largest_sum / unit <= MAX_SUM
-    return (unit if exact else largest_sum / MAX_SUM), exact
+    if largest_sum / unit <= MAX_SUM:
+        return unit, True
+    return largest_sum / MAX_SUM, False
 
 
-class Shape(NamedTuple):
-    """The exact work that linears of equal FLOPs and options share.
+class WorkClass(NamedTuple):
+    """The exact work of linears that have equal FLOPs and equal options.
+
+    A model of thousands of linears has a few such classes, and so few rational numbers to add.
 
     Attributes:
-        options: names, by column.
-        num_listed: how many of them the problem lists; the rest is an unlisted bf16.
-        base: time without any saving.
-        weight: largest possible gain.
-        gains: by column.
+        options: Names of the options, by column.
+        num_listed: Number of options that the problem lists. The column behind them, if there is
+            one, is an unlisted bf16.
+        base: Time of a linear without any saving.
+        weight: Largest possible gain of a linear.
+        gains: Gain of each option, by column.
     """
 
     options: tuple[str, ...]
@@ -124,8 +129,8 @@ class GainRow(NamedTuple):
     """Integer gains, with one unit for the model or one for each stage.
 
     Attributes:
-        coefficients: [n, k], int64; 0 in padding.
-        units: gain per integer step.
+        coefficients: Integer gain of every option, [n, k], int64; 0 in padding.
+        units: The gain that one integer step stands for: one number, or one for each stage.
     """
 
     coefficients: Ints
@@ -141,28 +146,28 @@ class CostTable:
     such a column, because the seconds are unknown.
 
     Attributes:
-        problem: the source.
-        rate: time saved per gain.
-        shapes: the distinct shapes.
-        shape: [n], index into `shapes`.
-        listed: [n, k], True where the problem lists the option.
-        quality: [n, k], quality loss; NaN where forbidden or padded.
-        stage: [n], pipeline stage.
+        problem: The problem that the arrays come from.
+        rate: Time saved per gain.
+        classes: The distinct classes of linears.
+        class_of: The index into `classes` of each linear, [n].
+        listed: True where the problem lists the option, [n, k].
+        losses: The quality losses, [n, k]; NaN where an option is forbidden or padded.
+        stage: The pipeline stage of each linear, [n].
     """
 
     problem: PlanningProblem
     rate: Fraction
-    shapes: tuple[Shape, ...]
-    shape: Ints
+    classes: tuple[WorkClass, ...]
+    class_of: Ints
     listed: Mask
-    quality: Floats
+    losses: Floats
     stage: Ints
 
     @property
     def available(self) -> Mask:
         """[n, k], True where an option is listed and not forbidden."""
-        allowed: Mask = self.listed & ~np.isnan(self.quality)
-        return allowed
+        available: Mask = self.listed & ~np.isnan(self.losses)
+        return available
 
     @cached_property
     def names(self) -> tuple[str, ...]:
@@ -172,7 +177,7 @@ class CostTable:
     @cached_property
     def rows(self) -> Ints:
         """0 .. n-1, for indexing one column per row."""
-        return np.arange(len(self.shape))
+        return np.arange(len(self.class_of))
 
     @cached_property
     def members(self) -> tuple[Ints, ...]:
@@ -182,12 +187,14 @@ class CostTable:
     @cached_property
     def stage_weights(self) -> tuple[Fraction, ...]:
         """Weight of each stage."""
-        return tuple(self._total(rows, [s.weight for s in self.shapes]) for rows in self.members)
+        weights = [each.weight for each in self.classes]
+        return tuple(self._total(rows, weights) for rows in self.members)
 
     @cached_property
     def stage_bases(self) -> tuple[Fraction, ...]:
         """Time of each stage without any saving."""
-        return tuple(self._total(rows, [s.base for s in self.shapes]) for rows in self.members)
+        bases = [each.base for each in self.classes]
+        return tuple(self._total(rows, bases) for rows in self.members)
 
     @cached_property
     def weight(self) -> Fraction:
@@ -206,26 +213,31 @@ class CostTable:
 
     def options(self, row: int) -> tuple[str, ...]:
         """Return the option names of a linear, by column."""
-        return self.shapes[int(self.shape[row])].options
+        return self.classes[int(self.class_of[row])].options
 
     def columns_of(self, assignment: Sequence[str]) -> Ints:
         """Return the column of each linear's option ([n]); -1 where there is none."""
-        columns = [{name: j for j, name in enumerate(s.options)} for s in self.shapes]
-        pairs = zip(self.shape.tolist(), assignment, strict=True)
-        return np.array([columns[s].get(name, -1) for s, name in pairs], dtype=np.int64)
+        column_in_class = []
+        for each in self.classes:
+            column_in_class.append({name: column for column, name in enumerate(each.options)})
+        pairs = zip(self.class_of.tolist(), assignment, strict=True)
+        columns = [column_in_class[index].get(name, -1) for index, name in pairs]
+        return np.array(columns, dtype=np.int64)
 
     def stage_gains(self, columns: Ints) -> tuple[Fraction, ...]:
         """Return the exact gain of each stage under an assignment ([n] columns)."""
+        # Rational numbers are slow: each distinct (class, column) is counted first and added once.
         width = self.listed.shape[1]
-        gains = []
+        stage_gains = []
         for rows in self.members:
-            codes, counts = np.unique(self.shape[rows] * width + columns[rows], return_counts=True)
-            terms = (
-                count * self.shapes[code // width].gains[code % width]
-                for code, count in zip(codes.tolist(), counts.tolist(), strict=True)
-            )
-            gains.append(sum(terms, Fraction(0)))
-        return tuple(gains)
+            codes = self.class_of[rows] * width + columns[rows]
+            distinct, counts = np.unique(codes, return_counts=True)
+            total = Fraction(0)
+            for code, count in zip(distinct.tolist(), counts.tolist(), strict=True):
+                index, column = divmod(code, width)
+                total += count * self.classes[index].gains[column]
+            stage_gains.append(total)
+        return tuple(stage_gains)
 
     def efficiency(self, columns: Ints) -> float:
         """Return the efficiency of an assignment over all linears."""
@@ -238,29 +250,39 @@ class CostTable:
 
     def quality_loss(self, columns: Ints) -> float:
         """Return the sum of quality losses, correctly rounded; NaN if one is unknown."""
-        return math.fsum(self.quality[self.rows, columns])
+        return math.fsum(self.losses[self.rows, columns])
 
     def _total(self, rows: Ints, values: Sequence[Fraction]) -> Fraction:
-        counts = np.bincount(self.shape[rows], minlength=len(values)).tolist()
-        return sum((c * v for c, v in zip(counts, values, strict=True) if c), Fraction(0))
+        """Return the sum over linears of a number that depends on their class (`values`)."""
+        counts = np.bincount(self.class_of[rows], minlength=len(values)).tolist()
+        total = Fraction(0)
+        for count, value in zip(counts, values, strict=True):
+            if count:
+                total += count * value
+        return total
 
     def _integer_gains(self, groups: Sequence[Ints]) -> GainRow:
+        """Return the gains of each group of rows in a unit of its own."""
         coefficients = np.zeros(self.listed.shape, dtype=np.int64)
         units = []
         for rows in groups:
-            largest = self._total(rows, [max(s.gains) for s in self.shapes])
-            used = np.unique(self.shape[rows]).tolist()
-            unit, exact = choose_unit({g for s in used for g in self.shapes[s].gains}, largest)
+            largest = self._total(rows, [max(each.gains) for each in self.classes])
+            used = np.unique(self.class_of[rows]).tolist()
+            distinct: set[Fraction] = set()
+            for index in used:
+                distinct.update(self.classes[index].gains)
+            unit, exact = choose_unit(distinct, largest)
+            # Rounding up lets each linear be counted with up to one unit too much.
             if not exact and len(rows) * unit > TOLERANCE * largest:
                 raise UsageError(
                     f"{len(rows)} linears whose FLOPs share no unit cannot be planned to "
                     f"{float(TOLERANCE):g}; round the FLOPs to integers"
                 )
-            integers = np.zeros((len(self.shapes), self.listed.shape[1]), dtype=np.int64)
-            for s in used:
-                gains = self.shapes[s].gains
-                integers[s, : len(gains)] = [math.ceil(gain / unit) for gain in gains]
-            coefficients[rows] = integers[self.shape[rows]]
+            integers = np.zeros((len(self.classes), self.listed.shape[1]), dtype=np.int64)
+            for index in used:
+                gains = self.classes[index].gains
+                integers[index, : len(gains)] = [math.ceil(gain / unit) for gain in gains]
+            coefficients[rows] = integers[self.class_of[rows]]
             units.append(unit)
         return GainRow(coefficients, tuple(units))
 
@@ -271,44 +293,60 @@ def make_table(problem: PlanningProblem, cost: CostName) -> CostTable:
     Raises:
         UsageError: if cost `time` lacks the seconds of an option.
     """
-    shapes: dict[object, int] = {}
-    distinct: list[Shape] = []
-    index = []
+    index_of: dict[object, int] = {}
+    classes: list[WorkClass] = []
+    indices = []
     for linear in problem.linears:
-        by_flops = cost == "flops"
-        costs = linear.options.items()
-        numbers = [(name, c.saving if by_flops else c.seconds) for name, c in costs]
-        key = (linear.flops if by_flops else 0.0, *numbers)
-        if key not in shapes:
-            shapes[key] = len(shapes)
-            distinct.append(_shape(linear, cost))
-        index.append(shapes[key])
-    shape = np.array(index)
-    columns = np.arange(max(len(s.options) for s in distinct))
-    widths = np.array([(s.num_listed, len(s.options)) for s in distinct])[shape]
-    listed = columns < widths[:, :1]
-    quality = np.where(columns < widths[:, 1:], 0.0, np.nan)
+        key = _class_key(linear, cost)
+        if key not in index_of:
+            index_of[key] = len(classes)
+            classes.append(_work_class(linear, cost))
+        indices.append(index_of[key])
+    class_of = np.array(indices)
+
+    columns = np.arange(max(len(each.options) for each in classes))
+    num_listed = np.array([each.num_listed for each in classes])[class_of]
+    num_columns = np.array([len(each.options) for each in classes])[class_of]
+    listed = columns < num_listed[:, None]
+    losses = np.where(columns < num_columns[:, None], 0.0, np.nan)
     for row, linear in enumerate(problem.linears):
-        losses = [c.quality_loss for c in linear.options.values()]
-        quality[row, : len(losses)] = [math.nan if loss is None else loss for loss in losses]
-    stage = np.array([linear.stage for linear in problem.linears], dtype=np.int64)
-    return CostTable(problem, RATES[cost], tuple(distinct), shape, listed, quality, stage)
+        own = [option.quality_loss for option in linear.options.values()]
+        losses[row, : len(own)] = [math.nan if loss is None else loss for loss in own]
+    return CostTable(
+        problem=problem,
+        rate=RATES[cost],
+        classes=tuple(classes),
+        class_of=class_of,
+        listed=listed,
+        losses=losses,
+        stage=np.array([linear.stage for linear in problem.linears], dtype=np.int64),
+    )
 
 
-def _shape(linear: LinearChoices, cost: CostName) -> Shape:
-    options = tuple(linear.options)
+def _class_key(linear: LinearChoices, cost: CostName) -> object:
+    """Return what linears of one class have in common: all that `_work_class` reads."""
+    options = linear.options.items()
     if cost == "flops":
-        base = weight = as_fraction(linear.flops)
-        gains = [base * as_fraction(c.saving) for c in linear.options.values()]
+        return (linear.flops, *((name, option.saving) for name, option in options))
+    return tuple((name, option.seconds) for name, option in options)
+
+
+def _work_class(linear: LinearChoices, cost: CostName) -> WorkClass:
+    options = tuple(linear.options)
+    num_listed = len(options)
+    if cost == "flops":
+        base = as_fraction(linear.flops)
+        weight = base
+        gains = [base * as_fraction(option.saving) for option in linear.options.values()]
         if str(BF16) not in options:
-            unlisted = (*options, str(BF16))
-            return Shape(unlisted, len(options), base, weight, (*gains, Fraction(0)))
+            options = (*options, str(BF16))
+            gains.append(Fraction(0))
     else:
-        seconds = [_seconds(linear, name) for name in linear.options]
+        seconds = [_seconds(linear, name) for name in options]
         base = max(seconds)
         weight = base - min(seconds)
         gains = [base - taken for taken in seconds]
-    return Shape(options, len(options), base, weight, tuple(gains))
+    return WorkClass(options, num_listed, base, weight, tuple(gains))
 
 
 def _seconds(linear: LinearChoices, name: str) -> Fraction:

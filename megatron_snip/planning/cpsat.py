@@ -34,10 +34,11 @@ class Core:
     """The choices that are still open.
 
     Attributes:
-        starts: [m + 1], choices starts[i] .. starts[i+1]-1 belong to linear i.
-        cost: [c], of every choice.
-        rows: constraints: coefficients ([c], int64) and the least sum.
-        hint: [m], a choice for each linear to start from (an index into choices).
+        starts: Where each linear's choices start, [m + 1]: choices starts[i] .. starts[i+1]-1
+            belong to linear i.
+        cost: Cost of every choice, [c].
+        rows: Constraints: the coefficients of the choices ([c], int64) and the least sum.
+        hint: A choice for each linear to start from, [m] (an index into choices).
     """
 
     starts: Ints
@@ -55,10 +56,10 @@ class Effort:
     """Limits of one solve.
 
     Attributes:
-        settings: threads and seed.
-        seconds: wall-clock limit.
+        settings: Threads and seed are used.
+        seconds: Wall-clock limit.
         deterministic_s: CP-SAT's deterministic time limit, the same on every machine.
-        absolute_gap: stop once the cost is proven to be this close to the best.
+        absolute_gap: The solver stops once the cost is proven to be this close to the best.
     """
 
     settings: PlanSettings
@@ -72,11 +73,11 @@ class CoreSolution:
     """The result of CP-SAT.
 
     Attributes:
-        choices: [m], the chosen choice of each linear, or None if none was found.
-        bound: proven lower bound on the cost of every assignment of the core; -inf if unknown,
+        choices: The choice of each linear, [m], or None if no assignment was found.
+        bound: Proven lower bound on the cost of every assignment of the core; -inf if unknown,
             +inf if there is provably no assignment.
-        proven: whether `choices` is best up to the scaling error.
-        work: deterministic seconds used.
+        proven: Whether `choices` is best up to the scaling error.
+        work: Deterministic seconds used.
     """
 
     choices: Ints | None
@@ -97,7 +98,7 @@ def solve_core(core: Core, effort: Effort) -> CoreSolution:
     for members in groups:  # the first linear of a group stands for all: its choices are counted
         num = len(members)
         choices = core.choices(members[0])
-        if num == 1:
+        if num == 1:  # Booleans, which CP-SAT handles best
             own = [model.new_bool_var("") for _ in choices]
             model.add_exactly_one(own)
         else:
@@ -106,8 +107,9 @@ def solve_core(core: Core, effort: Effort) -> CoreSolution:
         variables |= zip(choices, own, strict=True)
 
     def weighted(weights: Ints) -> Any:
-        used = [c for c in variables if weights[c]]
-        terms = [variables[c] for c in used]
+        """Return the sum of weight times variable, without the terms of weight 0."""
+        used = [choice for choice in variables if weights[choice]]
+        terms = [variables[choice] for choice in used]
         return cp_model.LinearExpr.weighted_sum(terms, weights[used].tolist())
 
     for coefficients, threshold in core.rows:
@@ -115,8 +117,9 @@ def solve_core(core: Core, effort: Effort) -> CoreSolution:
     model.minimize(weighted(integers))
     for members in groups:
         hinted = [int(core.hint[linear] - core.starts[linear]) for linear in members]
-        for option, c in enumerate(core.choices(members[0])):
-            model.add_hint(variables[c], hinted.count(option))
+        for option, choice in enumerate(core.choices(members[0])):
+            model.add_hint(variables[choice], hinted.count(option))
+
     solver = _solver(effort, unit)
     status = solver.solve(model)
     work = solver.response_proto.deterministic_time
@@ -125,11 +128,14 @@ def solve_core(core: Core, effort: Effort) -> CoreSolution:
     bound = base + unit * solver.best_objective_bound - error
     if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
         return CoreSolution(None, bound if np.isfinite(bound) else -np.inf, False, work)
-    chosen = _choices(core, groups, {c: solver.value(v) for c, v in variables.items()})
+    counts = {choice: solver.value(variable) for choice, variable in variables.items()}
+    chosen = _choices(core, groups, counts)
     scaled = base + unit * float(integers[chosen].sum())
     assert abs(scaled - core.cost[chosen].sum()) <= error, "the scaling error is too small"
-    # A search that a gap limit ends is called optimal, too.
-    proven = status == cp_model.OPTIMAL and solver.objective_value < solver.best_objective_bound + 1
+    # CP-SAT calls a search that a gap limit ends optimal, too. Costs are integers here: a cost less
+    # than 1 above the bound is the least one.
+    is_closed = solver.objective_value < solver.best_objective_bound + 1
+    proven = status == cp_model.OPTIMAL and is_closed
     return CoreSolution(chosen, bound, proven, work)
 
 
@@ -147,7 +153,7 @@ def _choices(core: Core, groups: list[list[int]], counts: dict[int, int]) -> Int
     """Give every linear of a group its option; as many as possible take their hinted one."""
     choices = np.full(len(core.starts) - 1, -1, dtype=np.int64)
     for members in groups:
-        left = [counts[c] for c in core.choices(members[0])]
+        left = [counts[choice] for choice in core.choices(members[0])]
         waiting = []
         for linear in members:
             hinted = int(core.hint[linear] - core.starts[linear])
@@ -156,7 +162,9 @@ def _choices(core: Core, groups: list[list[int]], counts: dict[int, int]) -> Int
                 choices[linear] = core.starts[linear] + hinted
             else:
                 waiting.append(linear)
-        spare = [option for option, count in enumerate(left) for _ in range(count)]
+        spare: list[int] = []
+        for option, count in enumerate(left):
+            spare += [option] * count
         for linear, option in zip(waiting, spare, strict=True):
             choices[linear] = core.starts[linear] + option
     return choices
@@ -165,7 +173,7 @@ def _choices(core: Core, groups: list[list[int]], counts: dict[int, int]) -> Int
 def _integer_costs(core: Core) -> tuple[Ints, float, float, float]:
     """Return (integers, unit, base, error); the least integer of every linear is 0.
 
-    The true cost of an assignment is base + unit * (its integers' sum), up to the error.
+    The true cost of an assignment is base + unit * (the sum of its integers), up to `error`.
     """
     sizes = np.diff(core.starts)
     least = np.minimum.reduceat(core.cost, core.starts[:-1])

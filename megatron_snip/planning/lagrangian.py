@@ -6,7 +6,7 @@ cost or less gain. Its constraints are sums of integers that must reach a thresh
 With a price on every gain the linears are independent, and each takes its cheapest choice:
 
     L(lambda) = sum_l min_j [ cost[l, j] - price[stage l] gain[l, j] ]
-                + sum_p lambda_p floor_p + lambda_0 least
+                + sum_p lambda_p stage_floor_p + lambda_0 overall_floor
     price[p]  = lambda_0 + lambda_p,  lambda >= 0
 
 L never exceeds the optimum, and its maximum equals the bound of the linear relaxation. Two nested
@@ -15,7 +15,7 @@ envelope of lines (one per assignment). The crossing of a line from below the fl
 above is the next price, until no line is lower at the crossing. This ends after finitely many steps
 (about ten), exactly at the maximum:
 
-    stages    price_p alone meets floor_p; all stages at once, because they are independent
+    stages    price_p alone meets stage_floor_p; all stages at once: they are independent
     overall   lambda_0; a stage's price is max(lambda_0, its own), because prices add up
 
 Numbers are doubles; the bound has an allowance for rounding errors and is safe.
@@ -40,21 +40,21 @@ class ChoiceSet:
     """The choices of m linears and the constraints on them.
 
     Attributes:
-        linears: [m], rows of the table.
-        cost: [m, k], to be minimized; inf for dropped choices.
-        gain: [m, k], as doubles in one unit for all linears.
-        stage: [m].
-        floors: [p], least gain of each stage in units of `gain`; -inf without one.
-        least: least gain of all linears in units of `gain`; -inf without one.
-        gain_floors: the same constraints in integers: those of the stages, then the overall one.
+        linears: Rows of the linears in the table, [m].
+        cost: The cost to be minimized, [m, k]; inf for dropped choices.
+        gain: The gains as doubles in one unit for all linears, [m, k].
+        stage: The stage of each linear, [m].
+        stage_floors: The least gain of each stage in units of `gain`, [p]; -inf without one.
+        overall_floor: The least gain of all linears in units of `gain`; -inf without one.
+        gain_floors: The same floors in integers: those of the stages (if any), then the overall.
     """
 
     linears: Ints
     cost: Floats
     gain: Floats
     stage: Ints
-    floors: Floats
-    least: float
+    stage_floors: Floats
+    overall_floor: float
     gain_floors: tuple[Floors, ...]
 
     @cached_property
@@ -80,7 +80,7 @@ class ChoiceSet:
         dropped = ~np.isfinite(self.cost[self.rows, columns])
         suits = np.isfinite(self.cost)
         for floors in self.gain_floors:
-            suits &= floors.gains >= floors.own(columns)[:, None]
+            suits &= floors.gains >= floors.gains_of(columns)[:, None]
         best: Ints = np.where(suits, self.cost, np.inf).argmin(axis=1)
         return np.where(dropped, best, columns)
 
@@ -88,41 +88,57 @@ class ChoiceSet:
 def make_choices(task: Task) -> list[ChoiceSet]:
     """Return the choice sets of a task: one a stage where only the stages have floors."""
     table = task.table
-    num_stages = task.table.problem.num_stages
     cost = np.where(task.allowed & ~_dominated(task), task.cost, np.inf)
-    limits = np.full(num_stages, -math.inf)
     overall = task.gain_floors[-1]
-    if task.floors is None:
+    stage_floors = np.full(table.problem.num_stages, -math.inf)
+    if task.stage_floors is None:
         gain = overall.gains.astype(np.float64)
     else:
         stages = task.gain_floors[0]
-        if task.least is None or sum(task.floors) >= task.least:  # the floors imply it
+        if task.overall_floor is None or sum(task.stage_floors) >= task.overall_floor:
+            # The stages' floors imply the overall one, so the stages are independent.
             return [
                 _stage_choices(rows, cost[rows], stages.gains[rows], stages.least[[p]])
                 for p, rows in enumerate(table.members)
                 if len(rows)
             ]
-        unit = table.overall_row.units[0]
-        units = np.array([float(own / unit) for own in table.stage_row.units])
+        # Each stage counts in a unit of its own; doubles bring all of them to the overall one.
+        overall_unit = table.overall_row.units[0]
+        units = np.array([float(unit / overall_unit) for unit in table.stage_row.units])
         gain = stages.gains * units[table.stage][:, None]
         used = np.unique(table.stage)
-        limits[used] = stages.least[used] * units[used]
-    least = float(overall.least[0])
-    return [ChoiceSet(table.rows, cost, gain, table.stage, limits, least, task.gain_floors)]
+        stage_floors[used] = stages.least[used] * units[used]
+    return [
+        ChoiceSet(
+            linears=table.rows,
+            cost=cost,
+            gain=gain,
+            stage=table.stage,
+            stage_floors=stage_floors,
+            overall_floor=float(overall.least[0]),
+            gain_floors=task.gain_floors,
+        )
+    ]
 
 
 def _stage_choices(linears: Ints, cost: Floats, gains: Ints, least: Ints) -> ChoiceSet:
-    """Return the choice set of one stage, whose floor is the overall one of the set."""
+    """Return the choice set of one stage; the stage's floor is the set's overall floor."""
     stage = np.zeros(len(linears), dtype=np.int64)
-    none = np.array([-math.inf])
-    gain_floors = (Floors(gains, stage, least),)
-    gain = gains.astype(np.float64)
-    return ChoiceSet(linears, cost, gain, stage, none, float(least[0]), gain_floors)
+    return ChoiceSet(
+        linears=linears,
+        cost=cost,
+        gain=gains.astype(np.float64),
+        stage=stage,
+        stage_floors=np.array([-math.inf]),
+        overall_floor=float(least[0]),
+        gain_floors=(Floors(gains, stage, least),),
+    )
 
 
 def _dominated(task: Task) -> Mask:
-    """[n, k], choices that another one of the linear makes superfluous."""
+    """Return the choices [n, k] that another one of the linear makes superfluous."""
     worst = np.iinfo(np.int64).min
+    # In each criterion a larger value is better.
     criteria = [-np.where(task.allowed, task.cost, np.inf)]
     criteria += [np.where(task.allowed, floors.gains, worst) for floors in task.gain_floors]
     dominated = np.zeros(task.allowed.shape, dtype=np.bool_)
@@ -142,10 +158,11 @@ class Dual:
     """The dual's maximum.
 
     Attributes:
-        bound: safe lower bound on the cost of any assignment.
-        reduced: [n, k], growth of the bound if the choice is forced; inf for dropped choices.
-        below: [n], columns of least cost at the prices, with too little gain where they tie.
-        above: [n], the same, with enough gain.
+        bound: A safe lower bound on the cost of any assignment.
+        reduced: How much the bound grows if the choice is forced, [m, k]; inf for dropped choices.
+        below: Columns of least cost at the prices, [m]. Where columns tie, the ones of too little
+            gain.
+        above: Columns of least cost at the prices, [m]. Where columns tie, the ones of enough gain.
     """
 
     bound: float
@@ -155,10 +172,19 @@ class Dual:
 
 
 class _Point(NamedTuple):
-    """The solution of the linear relaxation at some prices: its price by stage, cost and gain."""
+    """The solution of the linear relaxation at some prices.
 
-    overall: float
-    stage: Floats
+    Attributes:
+        overall_price: lambda_0.
+        stage_prices: lambda_p of each stage, [p], which comes on top of lambda_0.
+        cost: Cost of the solution.
+        gain: Gain of the solution.
+        below: The assignment with too little gain, [m].
+        above: The assignment with enough gain, [m].
+    """
+
+    overall_price: float
+    stage_prices: Floats
     cost: float
     gain: float
     below: Ints
@@ -168,8 +194,12 @@ class _Point(NamedTuple):
 class _Stages(NamedTuple):
     """Every stage at the price that meets its own floor.
 
-    `price`, `cost` and `gain` are [p]; `below` and `above` are the assignments ([n]) on either
-    side of the floors.
+    Attributes:
+        price: Price of each stage, [p].
+        cost: Cost of each stage's solution, [p].
+        gain: Gain of each stage's solution, [p].
+        below: The assignment below the floors, [m].
+        above: The assignment above the floors, [m].
     """
 
     price: Floats
@@ -183,16 +213,23 @@ def maximize(choices: ChoiceSet) -> Dual:
     """Return the dual's maximum.
 
     Args:
-        choices: of a feasible task.
+        choices: The choice set of a feasible task.
     """
     point = _overall_price(choices)
-    paid = (point.overall + point.stage)[choices.stage][:, None] * choices.gain
+    price = (point.overall_price + point.stage_prices)[choices.stage]
+    paid = price[:, None] * choices.gain
     value = choices.cost - paid
     best = value.min(axis=1)
-    terms = [*best]
-    terms += [p * f for p, f in zip(point.stage, choices.floors, strict=True) if p > 0]
-    terms += [point.overall * choices.least] if point.overall > 0 else []
-    chosen = choices.rows, value.argmin(axis=1)
+
+    terms = list(best)
+    for lambda_p, floor in zip(point.stage_prices, choices.stage_floors, strict=True):
+        if lambda_p > 0:  # the floor is finite then
+            terms.append(lambda_p * floor)
+    if point.overall_price > 0:
+        terms.append(point.overall_price * choices.overall_floor)
+
+    # The allowance for rounding is in proportion to all numbers that were added.
+    chosen = (choices.rows, value.argmin(axis=1))
     size = np.abs(choices.cost[chosen]).sum() + np.abs(paid[chosen]).sum()
     size += math.fsum(map(abs, terms))
     bound = math.fsum(terms) - _ROUNDING * float(size)
@@ -216,7 +253,7 @@ def _extremes(choices: ChoiceSet) -> tuple[Ints, Ints]:
 
 def _sums(choices: ChoiceSet, columns: Ints) -> list[Floats]:
     """Return [cost of each stage, gain of each stage]."""
-    num_stages = len(choices.floors)
+    num_stages = len(choices.stage_floors)
     return [
         np.bincount(choices.stage, values[choices.rows, columns], num_stages).astype(np.float64)
         for values in (choices.cost, choices.gain)
@@ -224,8 +261,13 @@ def _sums(choices: ChoiceSet, columns: Ints) -> list[Floats]:
 
 
 def _stage_prices(choices: ChoiceSet) -> _Stages:
+    """Return every stage at the price that meets its own floor, found by secants.
+
+    `low` and `high` are [cost, gain] of assignments on either side of the floors. As lines over the
+    price they cross at the next price to try.
+    """
     stage = choices.stage
-    floors = choices.floors
+    floors = choices.stage_floors
     below, above = _extremes(choices)
     low = _sums(choices, below)
     high = _sums(choices, above)
@@ -252,6 +294,7 @@ def _stage_prices(choices: ChoiceSet) -> _Stages:
         above = np.where(enough[stage], columns, above)
         below = np.where(short[stage], columns, below)
     above = np.where(met[stage], below, above)
+    # Where a floor lies between the two gains, the relaxation mixes the two assignments.
     span = np.where(met, 1.0, high[1] - low[1])
     share = np.where(met | (span <= 0), 0.0, (floors - low[1]) / np.where(span > 0, span, 1.0))
     cost, gain = (old + share * (new - old) for old, new in zip(low, high, strict=True))
@@ -259,13 +302,21 @@ def _stage_prices(choices: ChoiceSet) -> _Stages:
 
 
 def _overall_price(choices: ChoiceSet) -> _Point:
+    """Return the solution at the overall price that meets the overall floor, found by secants."""
     stages = _stage_prices(choices)
     low = _at(choices, stages, 0.0)
-    if low.gain >= choices.least:
+    if low.gain >= choices.overall_floor:
         return low
-    rich = _extremes(choices)[1]
-    cost, gain = (float(part.sum()) for part in _sums(choices, rich))
-    high = _Point(math.inf, stages.price, cost, gain, rich, rich)
+    richest = _extremes(choices)[1]
+    stage_costs, stage_gains = _sums(choices, richest)
+    high = _Point(
+        overall_price=math.inf,
+        stage_prices=stages.price,
+        cost=float(stage_costs.sum()),
+        gain=float(stage_gains.sum()),
+        below=richest,
+        above=richest,
+    )
     price = 0.0
     for _ in range(_MAX_SECANTS):
         if high.gain <= low.gain:
@@ -275,26 +326,28 @@ def _overall_price(choices: ChoiceSet) -> _Point:
         gap = (low.cost - price * low.gain) - (now.cost - price * now.gain)
         if gap <= _ROUNDING * (abs(low.cost) + abs(price * low.gain) + abs(high.cost)):
             break
-        if now.gain >= choices.least:
+        if now.gain >= choices.overall_floor:
             high = now
         else:
             low = now
-    stage = np.maximum(stages.price - price, 0.0)
-    return low._replace(overall=price, stage=stage, above=high.above)
+    stage_prices = np.maximum(stages.price - price, 0.0)
+    return low._replace(overall_price=price, stage_prices=stage_prices, above=high.above)
 
 
 def _at(choices: ChoiceSet, stages: _Stages, overall: float) -> _Point:
     """Return the solution where every stage pays the larger of `overall` and its own price."""
-    own = stages.price > overall
+    pays_own = stages.price > overall
     if overall == 0.0:  # stages without a price: `below` has the most gain at no cost
         columns = stages.below
     else:
         columns = _cheapest(choices, np.maximum(stages.price, overall))
-    cost, gain = (
-        float(np.where(own, part, new).sum())
-        for part, new in zip((stages.cost, stages.gain), _sums(choices, columns), strict=True)
+    stage_costs, stage_gains = _sums(choices, columns)
+    linear_pays_own = pays_own[choices.stage]
+    return _Point(
+        overall_price=overall,
+        stage_prices=np.maximum(stages.price - overall, 0.0),
+        cost=float(np.where(pays_own, stages.cost, stage_costs).sum()),
+        gain=float(np.where(pays_own, stages.gain, stage_gains).sum()),
+        below=np.where(linear_pays_own, stages.below, columns),
+        above=np.where(linear_pays_own, stages.above, columns),
     )
-    below = np.where(own[choices.stage], stages.below, columns)
-    above = np.where(own[choices.stage], stages.above, columns)
-    price = np.maximum(stages.price - overall, 0.0)
-    return _Point(overall, price, cost, gain, below, above)

@@ -33,27 +33,27 @@ Status = Literal["optimal", "feasible", "fixed"]
 distance from the best plan; fixed: no policy optimized it (`uniform-OPTION`)."""
 
 Work = Mapping[str, tuple[int, float]]
-"""Pipeline stage and FLOPs of each linear; of the FLOPs only ratios matter."""
+"""Pipeline stage and FLOPs by linear; of the FLOPs only ratios matter."""
 
 
 class PrecisionPlan(BaseModel):
     """The option of every linear, and how good that choice is.
 
     Attributes:
-        version: version of the file's schema.
-        iteration: Megatron's (1-based) iteration at which the plan was asked for: that of a
-            refresh, or one at which only the target changed; 0 for a plan made before training.
-        policy: name of the policy that chose the options.
-        status: see `Status`.
-        objective: sum of quality losses; None if they are not known (no measurement, replaced
+        version: Version of the file's schema.
+        iteration: Megatron's (1-based) iteration at which the plan was asked for: a measured
+            iteration, or one at which only the target changed; 0 for a plan made before training.
+        policy: Name of the policy that chose the options.
+        status: How good the choice is known to be; see `Status`.
+        objective: Sum of quality losses; None if they are not known (no measurement, replaced
             options).
-        bound: proven lower bound of the objective under the same constraints, or None. With a
+        bound: Proven lower bound of the objective under the same constraints, or None. With a
             change penalty it is a lower bound for plans that change no more linears than this one.
-        seconds: wall time for making it.
-        target: the least efficiency asked for; 0 for policies without a target.
-        efficiency: over all linears (defined in `planning/cost.py`).
-        stages: the same for every pipeline stage; 1 for a stage without work.
-        linears: option of each linear, by name.
+        seconds: Wall time for making the plan.
+        target: The least efficiency that was asked for; 0 for policies without a target.
+        efficiency: Efficiency over all linears (defined in `planning/cost.py`).
+        stages: Efficiency of every pipeline stage; 1 for a stage without work.
+        linears: Option of each linear, by name.
         digest: SHA-256 of the assignment; see the file's description.
     """
 
@@ -99,12 +99,14 @@ class PrecisionPlan(BaseModel):
         Raises:
             UsageError: lists unknown and missing linears, in one line.
         """
-        known = dict.fromkeys(names)
-        differences = {
-            "model": sorted(self.linears.keys() - known.keys()),
-            "plan": [name for name in known if name not in self.linears],
-        }
-        faults = [f"the {one} does not have {listing(n, 8)}" for one, n in differences.items() if n]
+        model = dict.fromkeys(names)
+        unknown = sorted(self.linears.keys() - model.keys())
+        missing = [name for name in model if name not in self.linears]
+        faults = []
+        if unknown:
+            faults.append(f"the model does not have {listing(unknown, 8)}")
+        if missing:
+            faults.append(f"the plan does not have {listing(missing, 8)}")
         if faults:
             raise UsageError(
                 f"the plan of iteration {self.iteration} does not fit the model: "
@@ -146,11 +148,11 @@ def assigned_plan(
     """Return the plan of an assignment that no policy made, with its efficiency.
 
     Args:
-        linears: option of each linear.
-        work: stage and FLOPs of the same linears.
-        lowest_format: the format whose share of FLOPs is the efficiency.
-        policy: where the assignment comes from.
-        iteration: iteration at which the plan was asked for.
+        linears: Option of each linear.
+        work: Stage and FLOPs of the same linears.
+        lowest_format: The format whose share of FLOPs is the efficiency.
+        policy: Name of the origin of the assignment, which takes the place of a policy's name.
+        iteration: Iteration at which the plan was asked for.
     """
     assert set(linears) == set(work)
     num_stages = 1 + max(stage for stage, _ in work.values())
@@ -187,9 +189,9 @@ def without_objective(plan: PrecisionPlan) -> PrecisionPlan:
 def format_shares(linears: Mapping[str, Option], work: Work) -> dict[str, float]:
     """Return the share of the linears' FLOPs in each format, lowest precision first."""
     flops: dict[str, float] = {}
-    for name, (_, each) in work.items():
+    for name, (_, linear_flops) in work.items():
         for fmt in linears[name].formats:
-            flops[fmt] = flops.get(fmt, 0.0) + each / 3
+            flops[fmt] = flops.get(fmt, 0.0) + linear_flops / 3
     total = sum(flops.values())
     names = sorted(flops, key=lambda fmt: get_format(fmt).bits)
     return {fmt: flops[fmt] / total for fmt in names}

@@ -12,10 +12,7 @@ from megatron_snip.errors import InfeasiblePlanError, PlanningError
 from megatron_snip.planning.checker import find_violations
 from megatron_snip.planning.constraints import changes, make_constraints
 from megatron_snip.planning.cost import make_table
-from megatron_snip.planning.plan import (
-    PrecisionPlan,
-    assignment_digest,
-)
+from megatron_snip.planning.plan import PrecisionPlan, assignment_digest
 from megatron_snip.planning.policies import Request, get_policy
 from megatron_snip.planning.problem import PlanningProblem, parse_option
 from megatron_snip.planning.settings import PlanSettings
@@ -33,10 +30,10 @@ def make_plan(
     With one worker and no time limit reached, the same arguments give the same plan in any run.
 
     Args:
-        problem: the linears and their options.
-        settings: the constraints and the policy.
-        previous: the current plan: a start for the search, and the reference of
-            `settings.change_penalty`. It is returned unless the new plan is better.
+        problem: The linears and their options.
+        settings: The constraints and the policy.
+        previous: The current plan. The search starts from it, `settings.change_penalty` compares
+            with it, and its assignment stays unless a better one is found.
         iteration: Megatron's (1-based) iteration of the statistics; 0 before training.
 
     Returns:
@@ -50,8 +47,8 @@ def make_plan(
     start = time.monotonic()
     if previous is not None:
         previous.check_against(problem.names)
-    every = problem
-    problem, settings = merged(problem, settings)
+    untied = problem
+    problem, settings = merged(untied, settings)
     policy = get_policy(settings.policy, problem)
     table = make_table(problem, settings.cost)
     hint = None
@@ -61,18 +58,21 @@ def make_plan(
     constraints = make_constraints(table, settings, target, hint)
     deadline = start + settings.time_limit_s
     found = policy.decide(Request(constraints, settings, hint, deadline))
-    columns, objective = found.columns, table.quality_loss(found.columns)
+
+    columns = found.columns
+    linears = {}
+    for row, column in enumerate(columns.tolist()):
+        linears[table.names[row]] = parse_option(table.options(row)[column])
+    objective = table.quality_loss(columns)
+    # The bound is one of the cost, which includes the price of the changes; the objective does not.
     num_changes = float(changes(table, hint)[table.rows, columns].sum())
-    linears = {
-        name: parse_option(table.options(row)[column])
-        for row, (name, column) in enumerate(zip(table.names, columns.tolist(), strict=True))
-    }
+    bound = found.bound - settings.change_penalty * num_changes
     plan = PrecisionPlan(
         iteration=iteration,
         policy=settings.policy,
         status=found.status,
         objective=objective,
-        bound=min(found.bound - settings.change_penalty * num_changes, objective),
+        bound=min(bound, objective),
         seconds=time.monotonic() - start,
         target=target if policy.heeds_target else 0.0,
         efficiency=table.efficiency(columns),
@@ -83,9 +83,9 @@ def make_plan(
     faults = find_violations(plan, problem, settings, policy.heeds_target)
     if faults:
         raise PlanningError(f"policy '{settings.policy}' made an invalid plan: {faults[0]}")
-    if not every.ties:
+    if not untied.ties:
         return plan
-    linears = spread(linears, every)
+    linears = spread(linears, untied)
     return plan.model_copy(update={"linears": linears, "digest": assignment_digest(linears)})
 
 
@@ -98,9 +98,9 @@ def frontier(
     the next, and a lower target never has a higher quality loss.
 
     Args:
-        problem: its own target is ignored.
-        settings: policy, balance, pins, limits; `time_limit_s` holds for each target.
-        targets: efficiencies in [0, 1], in any order.
+        problem: The linears and their options; the problem's own target is ignored.
+        settings: Policy, balance, pins and limits; `time_limit_s` holds for each target.
+        targets: Efficiencies in [0, 1], in any order.
 
     Returns:
         The best plan of each target, in ascending order of targets; None where none reaches it.
@@ -113,5 +113,6 @@ def frontier(
     for target in reversed(plans):
         own = settings.model_copy(update={"target": target, "change_penalty": 0.0})
         with contextlib.suppress(InfeasiblePlanError):
-            plans[target] = previous = make_plan(problem, own, previous)
+            previous = make_plan(problem, own, previous)
+            plans[target] = previous
     return plans

@@ -23,7 +23,13 @@ import numpy as np
 
 from megatron_snip.errors import UsageError, did_you_mean
 from megatron_snip.options import Option
-from megatron_snip.planning.constraints import Constraints, Task, by_saving, fixed_columns
+from megatron_snip.planning.constraints import (
+    Constraints,
+    Task,
+    columns_of_least_gain,
+    columns_of_most_gain,
+    fixed_columns,
+)
 from megatron_snip.planning.cost import Ints
 from megatron_snip.planning.problem import PlanningProblem, parse_option
 from megatron_snip.planning.search import Solution, lower_bound, solve
@@ -43,10 +49,11 @@ class Request:
     """The input of a policy.
 
     Attributes:
-        constraints: `constraints.checked_task()` resolves them or raises InfeasiblePlanError.
-        settings: policy, seed, workers, gap.
-        hint: [n], columns of the previous plan (-1 where the table has none), or None.
-        deadline: value of `time.monotonic()` at which the solver stops.
+        constraints: All constraints. `constraints.checked_task()` returns the task that they define
+            or raises InfeasiblePlanError.
+        settings: Policy, seed, workers and gap are used.
+        hint: Columns of the previous plan, [n] (-1 where the table has none), or None.
+        deadline: Value of `time.monotonic()` at which the solver stops.
     """
 
     constraints: Constraints
@@ -68,14 +75,14 @@ class Policy:
     """A way to choose the options.
 
     Attributes:
-        name: as users write it.
-        decide: chooses. It raises InfeasiblePlanError if the constraints cannot be met, and
-            UsageError if the problem lacks what the policy needs.
-        needs_statistics: whether it compares measured numbers. The plan of other policies depends
+        name: The name that users write.
+        decide: The function that chooses. It raises InfeasiblePlanError if the constraints cannot
+            be met, and UsageError if the problem lacks what the policy needs.
+        needs_statistics: Whether it compares measured numbers. The plan of other policies depends
             on names, FLOPs and settings only.
         granularity: `any` if it weighs every option that a problem has; `linear` if it orders
             linears; `gemm` if it orders GEMMs, so that a problem must have options per GEMM.
-        heeds_target: whether it reaches the efficiency target.
+        heeds_target: Whether it reaches the efficiency target.
     """
 
     name: str
@@ -98,16 +105,27 @@ def get_policy(name: str, problem: PlanningProblem | None = None) -> Policy:
             format, or orders GEMMs and the problem has no options per GEMM.
     """
     if name.startswith(UNIFORM) and len(name) > len(UNIFORM):
-        decide = partial(_uniform, str(parse_option(name.removeprefix(UNIFORM))))
-        return Policy(name, decide, False, "linear", heeds_target=False)
+        option = parse_option(name.removeprefix(UNIFORM))
+        return Policy(
+            name,
+            partial(_uniform, str(option)),
+            needs_statistics=False,
+            granularity="linear",
+            heeds_target=False,
+        )
     if name not in POLICIES:
         hint = did_you_mean(name, policy_names())
         raise UsageError(f"unknown policy '{name}'{hint}; known: {', '.join(policy_names())}")
-    options = () if problem is None else [o for row in problem.linears for o in row.options]
-    if POLICIES[name].granularity == "gemm" and options and not any("-" in o for o in options):
+    policy = POLICIES[name]
+    if policy.granularity == "gemm" and problem is not None and not _has_mixed_options(problem):
         text = "each option has one format for all three; use granularity gemm or another policy"
         raise UsageError(f"policy '{name}' orders GEMMs, and {text}")
-    return POLICIES[name]
+    return policy
+
+
+def _has_mixed_options(problem: PlanningProblem) -> bool:
+    """Return whether an option gives different formats to the GEMMs of a linear."""
+    return any("-" in option for linear in problem.linears for option in linear.options)
 
 
 def lowered_in(order: Order) -> Decide:
@@ -116,9 +134,11 @@ def lowered_in(order: Order) -> Decide:
     The target is exceeded by less than one GEMM if the problem has options per GEMM, else by less
     than one linear (per stage, where stages have targets).
     """
-    return gemms_lowered_in(
-        lambda r, task: [(row, gemm) for row in order(r, task) for gemm in Gemm]
-    )
+
+    def gemm_order(request: Request, task: Task) -> list[Item]:
+        return _items(order(request, task))
+
+    return gemms_lowered_in(gemm_order)
 
 
 def gemms_lowered_in(order: Callable[[Request, Task], list[Item]]) -> Decide:
@@ -126,45 +146,56 @@ def gemms_lowered_in(order: Callable[[Request, Task], list[Item]]) -> Decide:
 
     def decide(request: Request) -> Solution:
         task = request.constraints.checked_task()
-        start = by_saving(task, most=False)
+        start = columns_of_least_gain(task)
         steps = _steps(task, start, order(request, task))
-        return Solution(greedy_fill(task, start, steps), "feasible", lower_bound(task))
+        return Solution(apply_needed(task, start, steps), "feasible", lower_bound(task))
 
     return decide
 
 
 def _steps(task: Task, start: Ints, items: Iterable[Item]) -> Iterator[tuple[int, int]]:
-    """Yield (row, column) for each item; one without an allowed option joins the linear's next."""
-    low, columns, gains = by_saving(task, most=True), start.copy(), task.gain_floors[-1].gains
-    reached: dict[int, Option] = {}
+    """Yield (row, column) for each item: the linear's column once this GEMM is lowered as well.
+
+    If no allowed option has exactly the GEMMs lowered so far, the item waits for the linear's next.
+    With one option for all three GEMMs, a linear so makes one step, at its last item.
+    """
+    lowest = columns_of_most_gain(task)
+    gains = task.gain_floors[-1].gains
+    columns = start.copy()
+    lowered: dict[int, Option] = {}
     for row, gemm in items:
         names = task.table.options(row)
-        before = reached.get(row, parse_option(names[start[row]]))
-        lowest = parse_option(names[low[row]])
-        reached[row] = replace(before, **{gemm.value: lowest[gemm]})
-        name = str(reached[row])
-        column = names.index(name) if name in names else -1
-        allowed = column >= 0 and task.allowed[row, column]
-        if allowed and gains[row, column] > gains[row, columns[row]]:
+        before = lowered.get(row, parse_option(names[start[row]]))
+        target = parse_option(names[lowest[row]])
+        lowered[row] = replace(before, **{gemm.value: target[gemm]})
+        name = str(lowered[row])
+        if name not in names:
+            continue
+        column = names.index(name)
+        if task.allowed[row, column] and gains[row, column] > gains[row, columns[row]]:
             columns[row] = column
             yield row, column
 
 
-def greedy_fill(task: Task, start: Ints, steps: Iterable[tuple[int, int]]) -> Ints:
-    """Apply steps in order, each only where it is still needed.
+def apply_needed(task: Task, start: Ints, steps: Iterable[tuple[int, int]]) -> Ints:
+    """Apply steps in order, each only where a floor still needs it.
 
     Args:
-        task: whose floors must be reached.
-        start: [n], columns to start from.
+        task: The task; its floors must be reached.
+        start: The columns to start from, [n].
         steps: (row, column) in the policy's order; every step gains.
 
     Returns:
         [n] columns; they satisfy the task if the steps suffice.
     """
-    columns, remaining = start.copy(), list(steps)
-    for floors in task.gain_floors:  # those of the stages first
-        missing, gains = floors.missing(columns), floors.gains
-        steps, remaining = remaining, []
+    columns = start.copy()
+    remaining = list(steps)
+    # The stages' floors come first. What they do not need is left for the overall floor.
+    for floors in task.gain_floors:
+        gains = floors.gains
+        missing = floors.missing(columns)
+        steps = remaining
+        remaining = []
         for row, column in steps:
             group = floors.group[row]
             if missing[group] > 0:
@@ -176,10 +207,13 @@ def greedy_fill(task: Task, start: Ints, steps: Iterable[tuple[int, int]]) -> In
 
 
 def _snip(request: Request) -> Solution:
-    task, hint = request.constraints.checked_task(), request.hint
+    task = request.constraints.checked_task()
+    hint = request.hint
     if hint is not None:
-        known = (hint >= 0) & (task.table.listed | task.allowed)[task.table.rows, hint]
-        hint = hint if known.all() else None
+        is_choice = task.table.listed | task.allowed
+        known = (hint >= 0) & is_choice[task.table.rows, hint]
+        if not known.all():  # the previous plan has an option that the problem does not list
+            hint = None
     found = solve(task, request.settings, hint, request.deadline)
     if hint is not None and task.holds(hint) and task.cost_of(hint) <= task.cost_of(found.columns):
         return replace(found, columns=hint)  # ties do not change the plan
@@ -191,7 +225,7 @@ def _random(request: Request, task: Task) -> list[int]:
 
 
 def _random_gemm(request: Request, task: Task) -> list[Item]:
-    return _shuffled(request, _items(task))
+    return _shuffled(request, _items(range(len(task.table.rows))))
 
 
 def _shuffled(request: Request, items: Sequence[T]) -> list[T]:
@@ -200,21 +234,28 @@ def _shuffled(request: Request, items: Sequence[T]) -> list[T]:
     return [items[k] for k in order]
 
 
-def _items(task: Task) -> list[Item]:
-    return [(row, gemm) for row in range(len(task.table.rows)) for gemm in Gemm]
+def _items(rows: Iterable[int]) -> list[Item]:
+    return [(row, gemm) for row in rows for gemm in Gemm]
 
 
 def _by_score(score: str, per_gain: bool = False) -> Order:
-    """Order by a score of the option of most gain, the least first, unknown values last."""
+    """Order by a score of the option of most gain, the least first, unknown values last.
+
+    Args:
+        score: Name of the score in `OptionCost.scores`.
+        per_gain: Divide the score by the gain of lowering the linear.
+    """
 
     def order(request: Request, task: Task) -> list[int]:
-        low, high = by_saving(task, most=True), by_saving(task, most=False)
-        rows = np.flatnonzero(low != high)  # others cannot be lowered
-        gains = task.gain_floors[-1].gains
-        units = gains[rows, low[rows]] - gains[rows, high[rows]] if per_gain else rows >= 0
-        scores = [_score(request, score, int(row), int(low[row])) for row in rows]
-        ranks = np.argsort(np.array(scores) / units, kind="stable")
-        return list(map(int, rows[ranks]))
+        lowest = columns_of_most_gain(task)
+        highest = columns_of_least_gain(task)
+        rows = np.flatnonzero(lowest != highest)  # others cannot be lowered
+        scores = np.array([_score(request, score, int(row), int(lowest[row])) for row in rows])
+        if per_gain:
+            gains = task.gain_floors[-1].gains
+            scores = scores / (gains[rows, lowest[rows]] - gains[rows, highest[rows]])
+        ranks = np.argsort(scores, kind="stable")
+        return [int(row) for row in rows[ranks]]
 
     return order
 
@@ -235,7 +276,8 @@ def _score(request: Request, score: str, row: int, column: int) -> float:
 def _layer_type(request: Request, task: Task) -> list[int]:
     """Order by kind of linear (`KIND_ORDER`), then by position in the model."""
     kinds = [name.rsplit(".", 1)[-1] for name in task.table.names]
-    return _ranked(task, [KIND_ORDER.index(k) if k in KIND_ORDER else -1 for k in kinds])
+    ranks = [KIND_ORDER.index(kind) if kind in KIND_ORDER else -1 for kind in kinds]
+    return _ranked(task, ranks)
 
 
 def _ranked(task: Task, ranks: Sequence[float]) -> list[int]:
@@ -246,8 +288,11 @@ def _ranked(task: Task, ranks: Sequence[float]) -> list[int]:
 
 def _layers(task: Task) -> list[int]:
     """Return each linear's layer; without a layer in its name, its position in the problem."""
-    found = [re.search(r"\.layers\.(\d{1,9})\.", name) for name in task.table.names]
-    return [int(match[1]) if match else row for row, match in enumerate(found)]
+    layers = []
+    for row, name in enumerate(task.table.names):
+        match = re.search(r"\.layers\.(\d{1,9})\.", name)
+        layers.append(int(match[1]) if match else row)
+    return layers
 
 
 def _layer_id(request: Request, task: Task) -> list[int]:
@@ -265,31 +310,35 @@ def _last_blocks(request: Request, task: Task) -> list[int]:
     """
     layers = _layers(task)
     last = max(layers)
-    from_last = [2 * layer + 1 if layer < 2 else 2 * (last - layer) for layer in layers]
-    return _ranked(task, [-rank for rank in from_last])
+    # Even places count from the last layer: 0, 2, 4, ... Layers 0 and 1 have the places 1 and 3.
+    places = [2 * layer + 1 if layer < 2 else 2 * (last - layer) for layer in layers]
+    return _ranked(task, [-place for place in places])
 
 
 def _grads_first(request: Request, task: Task) -> list[Item]:
     """Order dgrad and wgrad of all linears before fprop, each from the middle layer outwards."""
     rank = {row: k for k, row in enumerate(_layer_id(request, task))}
-    return sorted(_items(task), key=lambda item: (item[1] == Gemm.FPROP, rank[item[0]]))
+    items = _items(range(len(task.table.rows)))
+    return sorted(items, key=lambda item: (item[1] == Gemm.FPROP, rank[item[0]]))
 
 
 def _uniform(option: str, request: Request) -> Solution:
     """Fix every linear that is not pinned, as one more pin."""
-    constraints, label = request.constraints, f"policy {request.settings.policy}"
-    free = np.ones(len(constraints.table.rows), dtype=np.bool_)
+    constraints = request.constraints
+    label = f"policy {request.settings.policy}"
+    is_free = np.ones(len(constraints.table.rows), dtype=np.bool_)
     for pinned in constraints.fixed.values():
-        free &= pinned < 0
-    fixed = {**constraints.fixed, label: fixed_columns(constraints.table, label, free, option)}
+        is_free &= pinned < 0
+    fixed = {**constraints.fixed, label: fixed_columns(constraints.table, label, is_free, option)}
     task = replace(constraints, target=0.0, balance="none", fixed=fixed).checked_task()
-    only: Ints = task.allowed.argmax(axis=1)
-    return Solution(only, "fixed", task.cost_of(only))
+    columns: Ints = task.allowed.argmax(axis=1)  # one column of each linear is allowed
+    return Solution(columns, "fixed", task.cost_of(columns))
 
 
 POLICIES: dict[str, Policy] = {
     policy.name: policy
     for policy in (
+        # name, decide, needs_statistics, granularity
         Policy("snip", _snip, True, "any"),
         Policy("random", lowered_in(_random), False, "linear"),
         Policy("random-gemm", gemms_lowered_in(_random_gemm), False, "gemm"),

@@ -46,10 +46,10 @@ class OptionCost(BaseModel):
 
     Attributes:
         quality_loss: Q[l, q], dimensionless; smaller is better; None forbids the option.
-        saving: share in [0, 1] of the linear's FLOPs in the lowest precision.
-        seconds: time of the linear's three GEMMs under the option; None if unknown.
-        scores: what baseline policies compare, e.g. `abs_error`; None for a value that was not
-            finite.
+        saving: Share in [0, 1] of the linear's FLOPs in the lowest precision.
+        seconds: Time of the linear's three GEMMs under the option; None if unknown.
+        scores: Numbers that baseline policies compare, by name, such as `abs_error`; None for a
+            value that was not finite.
     """
 
     model_config = STRICT
@@ -68,11 +68,11 @@ class LinearChoices(BaseModel):
             has two spellings.
 
     Attributes:
-        name: unique, e.g. `decoder.layers.17.mlp.linear_fc1`.
-        stage: pipeline stage, 0-based.
-        flops: floating-point operations of the three GEMMs together; only ratios matter.
-        options: costs by name of the option, such as `fp4` or `fp4-fp8-bf16` in its shortest
-            spelling; at least one.
+        name: The unique name, such as `decoder.layers.17.mlp.linear_fc1`.
+        stage: Pipeline stage, 0-based.
+        flops: Floating-point operations of the three GEMMs together; only ratios matter.
+        options: Costs by name of the option, such as `fp4` or `fp4-fp8-bf16`, in its shortest
+            spelling; there is at least one.
     """
 
     model_config = STRICT
@@ -86,12 +86,12 @@ class LinearChoices(BaseModel):
     @classmethod
     def _spell(cls, options: dict[str, OptionCost]) -> dict[str, OptionCost]:
         try:
-            found = {str(parse_option(name)): cost for name, cost in options.items()}
+            spelled = {str(parse_option(name)): cost for name, cost in options.items()}
         except UsageError as error:
             raise ValueError(str(error)) from None
-        if len(found) < len(options):
+        if len(spelled) < len(options):
             raise ValueError(f"an option is listed under two spellings: {', '.join(options)}")
-        return found
+        return spelled
 
 
 class PlanningProblem(BaseModel):
@@ -101,10 +101,10 @@ class PlanningProblem(BaseModel):
         UsageError: if two linears have the same name.
 
     Attributes:
-        version: version of the file's schema.
-        linears: the linears, in the order in which plans and tables list them.
-        target: least efficiency in [0, 1].
-        ties: names of linears that must have the same option, in groups of two or more.
+        version: Version of the file's schema.
+        linears: The linears, in the order in which plans and tables list them.
+        target: The least efficiency of a plan, in [0, 1].
+        ties: Names of linears that must have the same option, in groups of two or more.
     """
 
     model_config = STRICT
@@ -118,9 +118,10 @@ class PlanningProblem(BaseModel):
     def _check_ties(self) -> Self:
         tied = [name for names in self.ties for name in names]
         for name, count in Counter(tied).items():
-            if name not in self.names or count > 1:
-                where = "no linear" if name not in self.names else "tied twice"
-                raise UsageError(f"ties: '{name}' is {where}")
+            if name not in self.names:
+                raise UsageError(f"ties: '{name}' is no linear")
+            if count > 1:
+                raise UsageError(f"ties: '{name}' is tied twice")
         return self
 
     @model_validator(mode="after")
@@ -142,8 +143,8 @@ class PlanningProblem(BaseModel):
 
     def with_options(self, options: Callable[[LinearChoices], dict[str, OptionCost]]) -> Self:
         """Return the problem with the options that the function returns for each linear."""
-        rows = (row.model_copy(update={"options": options(row)}) for row in self.linears)
-        return self.model_copy(update={"linears": tuple(rows)})
+        linears = [row.model_copy(update={"options": options(row)}) for row in self.linears]
+        return self.model_copy(update={"linears": tuple(linears)})
 
     def to_dict(self) -> dict[str, Any]:
         """Return the JSON object of the file."""
@@ -157,8 +158,10 @@ class PlanningProblem(BaseModel):
         ties = f'"ties": {json.dumps(self.ties)}, ' if self.ties else ""
         head = f'"version": {self.version}, "target": {json.dumps(self.target)}, {ties}'
         yield f'{{{head}"linears": ['
-        for i, linear in enumerate(self.linears):
-            yield ("," if i else "") + "\n " + linear.model_dump_json(exclude_defaults=True)
+        separator = ""
+        for linear in self.linears:
+            yield separator + "\n " + linear.model_dump_json(exclude_defaults=True)
+            separator = ","
         yield "\n]}\n"
 
     @classmethod

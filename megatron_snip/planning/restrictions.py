@@ -22,21 +22,25 @@ def restrict_problem(
     """Return a problem whose linears list only what they can run.
 
     Args:
-        problem: all options of each linear.
-        refusals: the options that linears cannot run.
-        job: what the job runs each linear in; a linear that is absent runs BF16. A linear that can
-            run none of its options keeps that.
-        lowest_format: the format that the target counts.
+        problem: The problem with all options of each linear.
+        refusals: The options that linears cannot run.
+        job: The option in which the job itself runs each linear; BF16 for linears that are absent.
+            It stays at linears that can run none of the problem's options.
+        lowest_format: The format that the target counts.
     """
 
-    def left(row: LinearChoices) -> dict[str, OptionCost]:
-        options = row.options.items()
-        runs = {n: c for n, c in options if row.name not in refusals.get(parse_option(n), {})}
-        kept = (job or {}).get(row.name, BF16)
-        saving = kept.share_in(lowest_format) if kept != BF16 else 0.0
-        return runs or {str(kept): OptionCost(quality_loss=0.0, saving=saving)}
+    def runnable(linear: LinearChoices) -> dict[str, OptionCost]:
+        options = {}
+        for text, cost in linear.options.items():
+            if linear.name not in refusals.get(parse_option(text), {}):
+                options[text] = cost
+        if not options:
+            own = (job or {}).get(linear.name, BF16)
+            saving = own.share_in(lowest_format) if own != BF16 else 0.0
+            options[str(own)] = OptionCost(quality_loss=0.0, saving=saving)
+        return options
 
-    return problem.with_options(left)
+    return problem.with_options(runnable)
 
 
 def nearest_option(option: Option, candidates: Iterable[Option]) -> Option:
@@ -48,10 +52,13 @@ def nearest_option(option: Option, candidates: Iterable[Option]) -> Option:
     options = (*candidates, BF16)
     if option in options:
         return option
-    fits = [
-        o for o in options if all(a >= b for a, b in zip(bits_of(o), bits_of(option), strict=True))
+    wanted = bits_of(option)
+    no_lower = [
+        other
+        for other in options
+        if all(bits >= least for bits, least in zip(bits_of(other), wanted, strict=True))
     ]
-    return min(fits, key=lambda other: sum(bits_of(other)))
+    return min(no_lower, key=lambda other: sum(bits_of(other)))
 
 
 def reasons(refused: Mapping[str, str]) -> str:

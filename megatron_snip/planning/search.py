@@ -21,7 +21,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megatron_snip.planning.constraints import Task, max_saving_assignment
+from megatron_snip.planning.constraints import Task, assignment_of_most_gain
 from megatron_snip.planning.cost import Ints, Mask
 from megatron_snip.planning.cpsat import Core, Effort, solve_core
 from megatron_snip.planning.lagrangian import ChoiceSet, Dual, make_choices, maximize
@@ -43,9 +43,9 @@ class Solution:
     """An assignment and its proof.
 
     Attributes:
-        columns: [n], the chosen column of each linear.
+        columns: The chosen column of each linear, [n].
         status: `optimal` if no better assignment exists, up to a relative `EXACT`.
-        bound: lower bound on the cost of every assignment of the task.
+        bound: A lower bound on the cost of every assignment of the task.
     """
 
     columns: Ints
@@ -57,22 +57,25 @@ def solve(task: Task, settings: PlanSettings, hint: Ints | None, deadline: float
     """Minimize the cost.
 
     Args:
-        task: a feasible one.
-        settings: workers, seed and the gap that is good enough.
-        hint: [n], an assignment that may be good, e.g. the previous plan's; or None.
-        deadline: value of `time.monotonic()` at which the incumbent is returned.
+        task: A feasible task.
+        settings: Workers, seed and the gap that is good enough are used.
+        hint: An assignment ([n] columns) that may be good, such as the previous plan's; or None.
+        deadline: Value of `time.monotonic()` at which the incumbent is returned.
     """
-    start = max_saving_assignment(task)
+    start = assignment_of_most_gain(task)
     assert start is not None, "checked tasks are feasible"
     starts = [start] if hint is None else [start, hint]
-    searches = [
-        Search(part, [s[part.linears] for s in starts], settings, deadline)
-        for part in make_choices(task)
-    ]
+    searches = []
+    for choices in make_choices(task):
+        own_starts = [assignment[choices.linears] for assignment in starts]
+        searches.append(Search(choices, own_starts, settings, deadline))
+
     work = SEARCH_WORK_S
     for k, search in enumerate(searches):
-        work -= search.improve(work / (len(searches) - k))
+        num_left = len(searches) - k
+        work -= search.improve(work / num_left)  # an easy search leaves its work to the others
     _close_gap(searches, settings.gap, deadline)
+
     columns = start.copy()
     for search in searches:
         columns[search.choices.linears] = search.best
@@ -83,7 +86,7 @@ def solve(task: Task, settings: PlanSettings, hint: Ints | None, deadline: float
 
 def lower_bound(task: Task) -> float:
     """Return the dual's lower bound on the cost of every assignment of a feasible task."""
-    return math.fsum(maximize(part).bound for part in make_choices(task))
+    return math.fsum(maximize(choices).bound for choices in make_choices(task))
 
 
 def _close_gap(searches: "Sequence[Search]", gap: float, deadline: float) -> None:
@@ -101,17 +104,17 @@ class Search:
     """The best known assignment of a choice set and a bound, improved on demand.
 
     Attributes:
-        choices: the choices and constraints.
-        best: [m], the incumbent.
-        loss: its cost.
-        bound: proven lower bound on the cost of every assignment that holds.
-        optimal: whether the incumbent is proven best.
+        choices: The choices and constraints.
+        best: The incumbent, [m] columns.
+        best_cost: The incumbent's cost.
+        bound: A proven lower bound on the cost of every assignment that holds.
+        optimal: Whether the incumbent is proven best.
 
     Args:
-        choices: the choices and constraints.
-        starts: assignments, at least one of which holds.
-        settings: workers and seed.
-        deadline: value of `time.monotonic()` at which it stops.
+        choices: The choices and constraints.
+        starts: Assignments ([m] columns), at least one of which holds.
+        settings: Workers and seed are used.
+        deadline: Value of `time.monotonic()` at which the search stops.
     """
 
     def __init__(
@@ -155,10 +158,10 @@ class Search:
                 break
             open_ = self.open_choices()
             part = self._most_promising(open_, size)
-            complete = bool((part == open_).all())
+            is_complete = bool((part == open_).all())
             effort = Effort(self._settings, left, work - used, good_gap)
-            used += self._solve(part, complete, effort)
-            if complete:
+            used += self._solve(part, is_complete, effort)
+            if is_complete:
                 break
         return used
 
@@ -167,27 +170,33 @@ class Search:
         cost = self.choices.cost
         least = self.choices.cost.min(axis=1)
         open_ = np.isfinite(cost) & (self._dual.reduced <= self.gap + self._tolerance)
-        # Nor can a better one hold a choice that alone costs more than the incumbent.
+        # With all other linears at their cheapest, a choice must not cost more than the incumbent.
         slack = self.best_cost - math.fsum(least) + self._tolerance
         open_ &= cost - least[:, None] <= slack
         open_[self.choices.rows, self.best] = True
         return open_
 
-    def _solve(self, part: Mask, complete: bool, effort: Effort) -> float:
+    def _solve(self, part: Mask, is_complete: bool, effort: Effort) -> float:
         """Solve the core of some choices, the incumbent's among them; return the work.
 
-        `complete` says that they include every open choice, so that a bound holds for all.
+        Args:
+            part: The choices ([m, k]).
+            is_complete: Whether they include every open choice, so that a bound holds for all.
+            effort: Limits of the solve.
         """
         choices = self.choices
         counts = part.sum(axis=1)
         free = np.flatnonzero(counts > 1)
         fixed = np.flatnonzero(counts == 1)
-        if not len(free):
-            self.optimal = self.optimal or complete
-            self.bound = self.best_cost if complete else self.bound
+        if not len(free):  # the only assignment is the incumbent
+            if is_complete:
+                self.optimal = True
+                self.bound = self.best_cost
             return 0.0
         found = self.best.copy()
         found[fixed] = part[fixed].argmax(axis=1)
+
+        # The core numbers the choices of free linears 0, 1, 2, ...: linear after linear.
         rows, columns = np.nonzero(part[free])
         number = np.zeros(part[free].shape, dtype=np.int64)
         number[rows, columns] = np.arange(len(rows))
@@ -196,9 +205,9 @@ class Search:
         for floors in choices.gain_floors:
             gains = floors.gains[owner, columns]
             group = floors.group[owner]
-            left = floors.missing(found, fixed).tolist()
-            used = np.unique(floors.group).tolist()
-            constraints += [(np.where(group == p, gains, 0), left[p]) for p in used]
+            still_missing = floors.missing(found, fixed).tolist()  # what fixed linears do not gain
+            for p in np.unique(floors.group).tolist():
+                constraints.append((np.where(group == p, gains, 0), still_missing[p]))
         core = Core(
             starts=np.concatenate(([0], np.cumsum(counts[free]))),
             cost=choices.cost[owner, columns],
@@ -206,15 +215,16 @@ class Search:
             hint=number[np.arange(len(free)), self.best[free]],
         )
         answer = solve_core(core, effort)
-        base = math.fsum(choices.cost[fixed, found[fixed]])
+
         if answer.choices is not None:
             found[free] = columns[answer.choices]
             assert choices.holds(found), "the solver's assignment breaks an integer constraint"
             if choices.cost_of(found) < self.best_cost:
                 self.best = found
                 self.best_cost = choices.cost_of(found)
-        if complete:
-            self.bound = max(self.bound, min(self.best_cost, base + answer.bound))
+        if is_complete:
+            cost_of_fixed = math.fsum(choices.cost[fixed, found[fixed]])
+            self.bound = max(self.bound, min(self.best_cost, cost_of_fixed + answer.bound))
             self.optimal = answer.proven
         self.optimal = self.optimal or self.gap <= self._tolerance
         return answer.work
@@ -242,7 +252,7 @@ def round_up(choices: ChoiceSet, dual: Dual) -> Ints:
     columns = dual.below.copy()
     for floors in choices.gain_floors:
         lacking = floors.missing(columns)
-        step = floors.own(dual.above) - floors.own(columns)
+        step = floors.gains_of(dual.above) - floors.gains_of(columns)
         skipped: dict[int, int] = {}
         for i in np.argsort(-step, kind="stable"):
             group = int(floors.group[i])

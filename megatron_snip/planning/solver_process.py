@@ -4,9 +4,10 @@ A child process keeps OR-Tools loaded and answers one request at a time over pip
 thread, because building a model holds the interpreter lock. It does not use multiprocessing, which
 would import the user's training script a second time.
 
-    submit(...)   after the iteration that measured; returns at once
-    ready()       any time; never blocks
-    result(t)     before the iteration that applies; the plan, or the error as an exception
+    submit(...)   is called after a measured iteration; returns at once
+    ready()       may be called at any time; never blocks
+    result(t)     is called before the iteration that applies the plan; returns the plan, or raises
+                  the child's error
 
 A failure of the child (crash, hang, invalid reply) is an exception of `result` and ends that child;
 the next `submit` starts a new one. Used on rank 0 only, from one thread.
@@ -103,7 +104,7 @@ class SolverProcess:
     """A persistent solver process; see the file's description.
 
     Args:
-        command: what to start; by default `worker_command()`.
+        command: The command line of the child; by default `worker_command()`.
     """
 
     def __init__(self, command: Sequence[str] | None = None) -> None:
@@ -149,7 +150,7 @@ class SolverProcess:
         """Return the plan of the last `submit`; each plan is returned once.
 
         Args:
-            timeout_s: seconds to wait for it; after them the child is ended.
+            timeout_s: Seconds to wait for it; after them the child is ended.
 
         Raises:
             InfeasiblePlanError: no plan satisfies the constraints.

@@ -23,43 +23,50 @@ def merged(
     """
     if not problem.ties:
         return problem, settings
-    rows = {row.name: row for row in problem.linears}
-    others = {name for names in problem.ties for name in names[1:]}
-    groups = {names[0]: [rows[name] for name in names] for names in problem.ties}
-    linears = tuple(
-        _merged(groups[row.name]) if row.name in groups else row
-        for row in problem.linears
-        if row.name not in others
-    )
+    by_name = {row.name: row for row in problem.linears}
+    representative = _representatives(problem)
+    groups = {names[0]: [by_name[name] for name in names] for names in problem.ties}
+    linears = []
+    for row in problem.linears:
+        if row.name in groups:
+            linears.append(_merged(groups[row.name]))
+        elif row.name not in representative:
+            linears.append(row)
+    pins = tuple(_pins(problem, settings.pins))
     return (
-        problem.model_copy(update={"linears": linears, "ties": ()}),
-        settings.model_copy(update={"pins": tuple(_pins(problem, settings.pins))}),
+        problem.model_copy(update={"linears": tuple(linears), "ties": ()}),
+        settings.model_copy(update={"pins": pins}),
     )
 
 
 def spread(linears: Mapping[str, Option], problem: PlanningProblem) -> dict[str, Option]:
     """Return the options of all linears of a problem, from those of its merged linears."""
-    first = {name: names[0] for names in problem.ties for name in names}
-    return {name: linears[first.get(name, name)] for name in problem.names}
+    representative = _representatives(problem)
+    return {name: linears[representative.get(name, name)] for name in problem.names}
+
+
+def _representatives(problem: PlanningProblem) -> dict[str, str]:
+    """Return, for each tied linear, the first linear of its group."""
+    return {name: names[0] for names in problem.ties for name in names}
 
 
 def _merged(rows: Sequence[LinearChoices]) -> LinearChoices:
+    """Return one linear in place of a group of tied ones."""
     if len({row.stage for row in rows}) > 1:
         names = ", ".join(row.name for row in rows)
         raise UsageError(f"tied linears are on different pipeline stages: {names}")
     flops = sum(row.flops for row in rows)
-    shared = [text for text in rows[0].options if all(text in row.options for row in rows)]
-    options = {text: _sum([row.options[text] for row in rows], rows, flops) for text in shared}
-    # bf16 changes nothing, so linears without a common option get that.
-    return rows[0].model_copy(
-        update={
-            "flops": flops,
-            "options": options or {str(BF16): OptionCost(quality_loss=0.0, saving=0.0)},
-        }
-    )
+    options = {}
+    for text in rows[0].options:
+        if all(text in row.options for row in rows):
+            options[text] = _sum([row.options[text] for row in rows], rows, flops)
+    if not options:  # bf16 changes nothing, so linears without a common option get that
+        options[str(BF16)] = OptionCost(quality_loss=0.0, saving=0.0)
+    return rows[0].model_copy(update={"flops": flops, "options": options})
 
 
 def _sum(costs: Sequence[OptionCost], rows: Sequence[LinearChoices], flops: float) -> OptionCost:
+    """Return the cost of one option at all linears of a group, which have `flops` together."""
     saved = sum(cost.saving * row.flops for cost, row in zip(costs, rows, strict=True))
     names = [name for name in costs[0].scores if all(name in cost.scores for cost in costs)]
     return OptionCost(
@@ -71,16 +78,19 @@ def _sum(costs: Sequence[OptionCost], rows: Sequence[LinearChoices], flops: floa
 
 
 def _total(values: Sequence[float | None]) -> float | None:
+    """Return the sum; None if a value is."""
     known = [value for value in values if value is not None]
     return sum(known) if len(known) == len(values) else None
 
 
 def _pins(problem: PlanningProblem, pins: Sequence[tuple[str, str]]) -> Iterator[tuple[str, str]]:
     """Yield the pins for merged linears: a pin of one linear of a group holds for the group."""
-    first = {name: names[0] for names in problem.ties for name in names}
+    representative = _representatives(problem)
     for glob, option in pins:
         matching = [name for name in problem.names if glob_matches(name, glob)]
-        if all(first.get(name, name) == name for name in matching):
+        pinned = [representative.get(name, name) for name in matching]
+        if pinned == matching:
             yield glob, option
-        else:
-            yield from ((name, option) for name in dict.fromkeys(first.get(n, n) for n in matching))
+            continue
+        for name in dict.fromkeys(pinned):
+            yield name, option

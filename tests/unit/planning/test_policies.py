@@ -8,7 +8,7 @@ import pytest
 
 from megatron_snip.errors import InfeasiblePlanError, UsageError
 from megatron_snip.options import Granularity, enumerate_options
-from megatron_snip.planning.constraints import max_saving_assignment
+from megatron_snip.planning.constraints import assignment_of_most_gain
 from megatron_snip.planning.plan import PrecisionPlan
 from megatron_snip.planning.planner import make_plan
 from megatron_snip.planning.policies import POLICIES, get_policy, policy_names
@@ -80,7 +80,7 @@ def test_reported_conflicts_are_minimal_and_the_best_target_is_the_largest() -> 
         constraints = constraints_of(problem, **settings.model_dump())
         for left_out in (None, *error.conflicts):
             active = [label for label in error.conflicts if label != left_out]
-            feasible = max_saving_assignment(constraints.task(active)) is not None
+            feasible = assignment_of_most_gain(constraints.task(active)) is not None
             assert feasible == (left_out is not None), (seed, left_out)
         if error.best_target is not None:
             best = settings.model_copy(update={"target": error.best_target})

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import scipy.optimize
 
-from megatron_snip.planning.constraints import max_saving_assignment
+from megatron_snip.planning.constraints import assignment_of_most_gain
 from megatron_snip.planning.cpsat import Core, Effort, solve_core
 from megatron_snip.planning.lagrangian import ChoiceSet, make_choices, maximize
 from megatron_snip.planning.settings import PlanSettings
@@ -115,14 +115,14 @@ def test_stopping_at_a_gap_is_no_proof_of_the_optimum() -> None:
 def choice_sets(seed: int, balance: str) -> list[ChoiceSet]:
     problem = random_instance(seed, num_linears=30).problem
     constraints = constraints_of(problem, pipeline_balance=balance)
-    if max_saving_assignment(constraints.task()) is None:
+    if assignment_of_most_gain(constraints.task()) is None:
         return []
     task = constraints.checked_task()
     sets = make_choices(task)
     if balance == "bottleneck":  # stages and an overall row at once
-        share = 0.5 * (1 + task.table.efficiency(max_saving_assignment(task)))
-        coupled = replace(task, least=share * task.table.weight)
-        sets += make_choices(coupled) if max_saving_assignment(coupled) is not None else []
+        share = 0.5 * (1 + task.table.efficiency(assignment_of_most_gain(task)))
+        coupled = replace(task, overall_floor=share * task.table.weight)
+        sets += make_choices(coupled) if assignment_of_most_gain(coupled) is not None else []
     return sets
 
 
