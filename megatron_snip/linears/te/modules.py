@@ -115,7 +115,7 @@ def _splits_tokens(module: Any) -> bool:
     return is_replicated(module) and bool(module.config.sequence_parallel)
 
 
-def multiplied_input(module: Any, input: torch.Tensor) -> torch.Tensor:
+def multiplied_input(module: Any, input: torch.Tensor, is_rounded: bool = True) -> torch.Tensor:
     """Return what the GEMM multiplies: the input, normalized first where a norm is fused.
 
     The norm is computed in FP32 and rounded once to the input's dtype, as the fused kernel does up
@@ -124,6 +124,7 @@ def multiplied_input(module: Any, input: torch.Tensor) -> torch.Tensor:
     Args:
         module: a Transformer Engine linear.
         input: [tokens or [s, b], K].
+        is_rounded: False leaves the norm's result in FP32: delayed scaling quantizes that.
     """
     weight: torch.Tensor | None = getattr(module, "layer_norm_weight", None)
     if weight is None:
@@ -135,7 +136,7 @@ def multiplied_input(module: Any, input: torch.Tensor) -> torch.Tensor:
         normal = functional.rms_norm(x, shape, gain, eps)
     else:
         normal = functional.layer_norm(x, shape, gain, module.layer_norm_bias.float(), eps)
-    return normal.to(input.dtype)
+    return normal.to(input.dtype) if is_rounded else normal
 
 
 def gather_refusal(module: Any, option: Option, recipe: TERecipe) -> str | None:

@@ -1,0 +1,131 @@
+"""What test_te_operands.py runs on ranks: measured operands beside those that GEMMs multiply.
+
+A job runs a recipe of its own under tensor parallelism, and every iteration is observed. The
+observer's operands of a linear, quantized as the statistics quantize them, must be the bits that
+the GEMMs of the same iteration multiply on this rank. Gradients are rounded to nearest: random
+numbers of Transformer Engine are its own.
+
+Transformer Engine's own Python is found before Megatron is imported.
+"""
+
+import os
+
+os.environ["NVTE_NVFP4_DISABLE_STOCHASTIC_ROUNDING"] = "1"  # read when it is imported
+
+import tests.te_on_cpu.installed  # noqa: F401 - before anything that imports Megatron
+
+# isort: split
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import torch
+from megatron.core import parallel_state
+from transformer_engine.pytorch.quantization import FP8GlobalStateManager
+
+from megatron_snip.formats import Format
+from megatron_snip.linears.discovery import current_topology
+from megatron_snip.linears.model import PlannedModel
+from megatron_snip.linears.te.recipe import RECIPES
+from megatron_snip.quantizers.quantize import quantize_dequantize_operand
+from megatron_snip.statistics import observer
+from megatron_snip.statistics.measure import Operands
+from megatron_snip.statistics.sample import MeasureSettings
+from megatron_snip.types import GEMM_OPERANDS, Gemm, Operand
+from tests.te import models
+from tests.te_on_cpu import capability, probe
+
+STEPS = 3
+"""So that delayed scaling has a history."""
+SIZES = {"hidden_size": 128, "ffn_hidden_size": 192, "num_attention_heads": 4}
+FIRST = {Operand.WEIGHT: (Gemm.FPROP, Gemm.DGRAD), Operand.INPUT: (Gemm.WGRAD,)}
+"""The GEMMs in which the probe calls an operand the first; in others it is the second."""
+
+
+def mismatches(layout: dict[str, Any]) -> dict[str, list[str]]:
+    """Return, by recipe, each operand of a GEMM that differs from what was measured.
+
+    Args:
+        layout: of the parallel ranks, as Megatron's configuration calls it.
+    """
+    parallel_state.initialize_model_parallel(tensor_model_parallel_size=2)
+    with mock.patch.object(models, "SEQUENCE", 64):
+        return {
+            name: _mismatches(name, {"tensor_model_parallel_size": 2, **layout})
+            for name in RECIPES
+            if name != "bf16"
+        }
+
+
+def _mismatches(name: str, layout: dict[str, Any]) -> list[str]:
+    run = RECIPES[name].run
+    is_hopper = "wise" in name or "delayed" in name
+    with capability.on((9, 0) if is_hopper else (10, 0)):
+        FP8GlobalStateManager.reset()
+        precision = {run.kind: run.format, f"{run.kind}_recipe": run.recipe}
+        model = models.build(**SIZES, **precision, **layout)
+        under = PlannedModel([model], current_topology(), seed=7)
+        under.install()
+        formats = under.measured_formats((run.kind,))
+        found = []
+        for step in range(STEPS):
+            with torch.no_grad():
+                for linear in under.linears:
+                    linear.weights[0].mul_(1.0 + step)
+            found += _differing(model, under, formats, step)
+        return found
+
+
+def _differing(model: Any, under: PlannedModel, formats: dict[str, Format], step: int) -> list[str]:
+    watcher = observer.StepObserver(
+        MeasureSettings(formats, step + 1, seed=7, all_tokens=True), under.runtime.topology, {}
+    )
+    with (
+        _kept_operands() as measured,
+        probe.gemms() as gemms,
+        under.runtime.observed_by(watcher),
+    ):
+        models.losses(model, num_microbatches=1)
+    assert watcher._own.failure is None, watcher._own.failure
+    names = {id(linear.module): linear.name for linear in under.linears}
+    # Linears are measured in the order of their backwards.
+    modules = [gemm.module for gemm in gemms if gemm.name == "wgrad"]
+    assert len(modules) == len(measured) == len(names)
+    (fmt,) = formats.values()
+    differing = []
+    for gemm in gemms:
+        operands = measured[next(i for i, m in enumerate(modules) if m is gemm.module)]
+        for operand in GEMM_OPERANDS[Gemm(gemm.name)]:
+            multiplied = gemm.first if Gemm(gemm.name) in FIRST.get(operand, ()) else gemm.second
+            ours = _quantized(operands, fmt, operand, Gemm(gemm.name))
+            if not torch.equal(ours, multiplied):
+                count = int((ours != multiplied).sum())
+                text = f"step {step} {names[id(gemm.module)]} {gemm.name} {operand}"
+                differing.append(f"{text}: {count} of {ours.numel()}")
+    return differing
+
+
+def _quantized(operands: Operands, fmt: Format, operand: Operand, gemm: Gemm) -> torch.Tensor:
+    return quantize_dequantize_operand(
+        operands.of(operand, gemm).detach(),
+        fmt,
+        operand,
+        gemm,
+        tensor_amax=operands.number(fmt, operand, gemm),
+        dtype=torch.float32,
+    )
+
+
+@contextlib.contextmanager
+def _kept_operands() -> Iterator[list[Operands]]:
+    """Keep what the observer measures, in order."""
+    kept: list[Operands] = []
+    original = observer.partial_sums
+
+    def partial_sums(operands: Operands, *args: Any) -> Any:
+        kept.append(operands)
+        return original(operands, *args)
+
+    with mock.patch.object(observer, "partial_sums", partial_sums):
+        yield kept
