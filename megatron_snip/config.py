@@ -133,7 +133,8 @@ class PlanFields(Section):
     """`snip`, or a baseline such as uniform-fp8 or random; `megatron-snip plan --help` has all."""
 
     efficiency_target: Fraction = 0.75
-    """Smallest share of the linears' FLOPs in the lowest precision among the formats, 0 to 1."""
+    """Smallest share of the linears' FLOPs in the lowest precision among the formats, 0 to 1. Where
+    every option has a GEMM in higher precision, the default is 0.75 of what they can lower."""
 
     cost: CostName = "flops"
     """What the target counts: `flops`, or `time`, the share that a plan saves of the seconds that

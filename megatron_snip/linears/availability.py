@@ -19,7 +19,14 @@ from megatron_snip.config import AUTO, SIMULATED_FORMATS, SnipConfig
 from megatron_snip.errors import UnsupportedError
 from megatron_snip.linears.model import PlannedModel
 from megatron_snip.linears.te.gathered_weights import gathers_exact
-from megatron_snip.linears.te.machine import Machine, te_support, this_machine, unmeasured_settings
+from megatron_snip.linears.te.machine import (
+    OVERRIDE,
+    Machine,
+    forward_only,
+    te_support,
+    this_machine,
+    unmeasured_settings,
+)
 from megatron_snip.linears.te.modules import te_kind, weights_of
 from megatron_snip.log import warn_once_per_job
 from megatron_snip.options import Option, formats_in
@@ -60,7 +67,21 @@ def resolve_formats(
             logger.info("snip: formats auto: %s (backend %s)", ",".join(formats), backend)
     if with_te:
         _log_recipes(formats_in(formats), machine)
+        if machine.backward_override:
+            formats = _forward_only_formats(formats, machine)
     return config.model_copy(update={"formats": formats})
+
+
+def _forward_only_formats(formats: Sequence[str], machine: Machine) -> tuple[str, ...]:
+    """Return entries of `--snip-formats` that name what runs, and count towards the target so."""
+    named = [str(forward_only(Option.parse(entry))) for entry in formats]
+    warn_once_per_job(
+        logger,
+        f"snip: {OVERRIDE}={machine.backward_override} runs dgrad and wgrad in BF16: the formats "
+        f"are {','.join(named)}",
+        logging.INFO,
+    )
+    return tuple(dict.fromkeys(named))
 
 
 def _fits_a_weight(recipe: str, model: Sequence[torch.nn.Module], machine: Machine) -> bool:

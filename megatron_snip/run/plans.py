@@ -256,6 +256,7 @@ class RunPlans:
         asked = {"efficiency_target", "target_schedule"} & config.model_fields_set
         if asked or config.collect_only:
             return config
+        config = self._scaled_to_options(config)
         problem = self.unmeasured(config.efficiency_target)
         settings = PlanSettings(**config.planning_values())
         try:
@@ -266,13 +267,32 @@ class RunPlans:
             if best is None or best >= config.efficiency_target:
                 return config
             found = math.floor(best * 1e6) / 1e6
-            text = (
-                f"the efficiency target is {found:g}, the highest that these linears can reach, "
-                f"and not {config.efficiency_target:g}; --snip-efficiency-target sets another"
+            reason = (
+                f"the highest that these linears can reach, and not {config.efficiency_target:g}"
             )
-            available = self.available
-            self.available = replace(available, warnings=(*available.warnings, text))
-            return config.model_copy(update={"efficiency_target": found})
+            return self._with_target(config, found, reason)
+
+    def _scaled_to_options(self, config: SnipConfig) -> SnipConfig:
+        """Return the settings with the default target as a share of what the options can lower.
+
+        Where every option has a GEMM in higher precision, the target in a plan's FLOPs would
+        otherwise be out of reach, or leave the planner no choice.
+        """
+        lowest = config.lowest_format
+        share = max(option.share_in(lowest) for option in self.available.options)
+        if config.cost == "time" or share == 1.0:
+            return config
+        default = config.efficiency_target
+        reason = f"{default:g} of the {share:.3g} that the options can lower to {lowest}"
+        return self._with_target(config, round(default * share, 6), reason)
+
+    def _with_target(self, config: SnipConfig, target: float, reason: str) -> SnipConfig:
+        """Return the settings with another target than the default, and warn of it."""
+        text = (
+            f"the efficiency target is {target:g}, {reason}; --snip-efficiency-target sets another"
+        )
+        self.available = replace(self.available, warnings=(*self.available.warnings, text))
+        return config.model_copy(update={"efficiency_target": target})
 
     def unmeasured(self, target: float) -> PlanningProblem:
         """Return the problem before any measurement: all quality losses are 0."""

@@ -7,6 +7,7 @@ them have passed, the table of docs/megatron.md is written.
 
 import os
 import subprocess
+import zipfile
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -25,10 +26,19 @@ SCRIPT = {
         *("--spec", "megatron.core.models.hybrid.hybrid_layer_specs", "hybrid_stack_spec"),
     ],
 }
-CASES = [("pretrain_gpt.py", "tp2"), ("pretrain_gpt.py", "pp2"), ("pretrain_hybrid.py", "tp2")]
+CASES = [
+    *(("pretrain_gpt.py", layout) for layout in ("tp2", "pp2", "te tp2")),
+    ("pretrain_hybrid.py", "tp2"),
+]
+COLUMNS = [
+    *("`pretrain_gpt.py`, tp2", "`pretrain_gpt.py`, pp2"),
+    "`pretrain_gpt.py` on Transformer Engine, tp2",
+    "`pretrain_hybrid.py`, tp2",
+]
 TRAINING = ["--mock-data", "--train-iters", "14", "--position-embedding-type", "rope"]
 SNIP = ["--snip", "--snip-start-step", "11", "--snip-lag", "1", "--snip-interval", "100"]
-SNIP += ["--snip-efficiency-target", "0.5", "--snip-backend", "simulate"]
+SNIP += ["--snip-efficiency-target", "0.5"]
+SIMULATE = ["--snip-backend", "simulate"]
 
 pytestmark = pytest.mark.skipif(
     not CLONE, reason="MEGATRON_MAIN is not set: the scripts of a clone of Megatron-LM"
@@ -54,7 +64,7 @@ def passed() -> Iterator[set[tuple[str, str, str]]]:
 
 
 def table() -> str:
-    lines = ["| Megatron-LM | " + " | ".join(f"`{s}`, {layout}" for s, layout in CASES) + " |"]
+    lines = ["| Megatron-LM | " + " | ".join(COLUMNS) + " |"]
     lines += ["| --- " * (1 + len(CASES)) + "|"]
     for release, ref in RELEASES.items():
         commit = git("log", "-1", "--format=%h of %cs", ref).decode().strip()
@@ -89,8 +99,9 @@ def test_a_run_is_megatrons_own_until_its_first_plan(
     if not path.exists():
         path = folder / script.replace("hybrid", "mamba")
         flags = [flag.replace("hybrid_", "mamba_").replace(".hybrid", ".mamba") for flag in flags]
+    snip = SNIP if layout.startswith("te") else [*SNIP, *SIMULATE]
     plain = lab.run(layout, flags, plain=True, script=str(path))
-    run = lab.run(layout, [*flags, *SNIP], script=str(path))
+    run = lab.run(layout, [*flags, *snip], script=str(path))
     assert run.statuses == plain.statuses == (0, 0), plain.report + run.report
     assert applied_plans(run) == [12], run.report
     for what in ("lm loss", "grad norm"):
@@ -99,3 +110,34 @@ def test_a_run_is_megatrons_own_until_its_first_plan(
     assert logged(run)[12] != logged(plain)[12]
     assert "was not tested with SNIP" not in run.logs[0]  # the range of versions is right
     passed.add((version, script, layout))
+
+
+def storages(checkpoint: Path) -> dict[str, bytes]:
+    """The bytes of all tensors of a job's checkpoint, by rank."""
+    found = {}
+    for file in sorted(checkpoint.glob("mp_rank_*/model_optim_rng.pt")):
+        with zipfile.ZipFile(file) as archive:
+            for name in archive.namelist():
+                if "/data/" in name:
+                    found[f"{file.parent.name} {name}"] = archive.read(name)
+    return found
+
+
+def test_a_resumed_run_on_transformer_engine_is_bitwise_the_uninterrupted(
+    release: tuple[str, Path, Lab],
+) -> None:
+    """Stopped under its first plan, which the checkpoint holds."""
+    version, folder, lab = release
+    if version not in ("0.16.1", "0.19.0"):
+        pytest.skip("the oldest release and the newest are enough")
+    path = str(folder / "pretrain_gpt.py")
+    flags = [*TRAINING, *SNIP, "--ckpt-format", "torch", "--save-interval", "100"]
+    whole, stopped = lab.output("whole"), lab.output("stopped")
+    uninterrupted = lab.run("te tp2", [*flags, "--save", str(whole)], script=path)
+    first = [*flags, "--save", str(stopped), "--exit-interval", "12"]
+    assert lab.run("te tp2", first, script=path).statuses == (0, 0)
+    again = lab.run("te tp2", [*flags, "--save", str(stopped), "--load", str(stopped)], script=path)
+    assert uninterrupted.statuses == again.statuses == (0, 0), uninterrupted.report + again.report
+    assert sorted(logged(again)) == [13, 14]
+    wanted = storages(whole / "iter_0000014")
+    assert len(wanted) > 100 and storages(stopped / "iter_0000014") == wanted

@@ -32,7 +32,7 @@ from megatron_snip.linears.runtime import Runtime
 from megatron_snip.linears.te.delayed_wgrad import deferrals
 from megatron_snip.linears.te.history import delayed_scales, keep_history
 from megatron_snip.linears.te.job import job_option, job_recipe
-from megatron_snip.linears.te.machine import Machine, te_recipe, te_refusal
+from megatron_snip.linears.te.machine import Machine, forward_only, te_recipe, te_refusal
 from megatron_snip.linears.te.modules import (
     EXTENSION,
     gather_refusal,
@@ -91,6 +91,8 @@ class RecipeTELinear:
         self._machine = machine
         self._job_recipe = job_recipe(module, self.name)
         self.job_option = job_option(self._job_recipe)
+        if machine.backward_override:
+            self.job_option = forward_only(self.job_option)
         self.pinned: str | None = None
         self._option = self.job_option
         self.is_untouched = True
@@ -352,6 +354,7 @@ def with_tap(
     out, bias = result
     given = dict(zip(("x", "m_splits"), args, strict=False)) | kwargs
     if not is_grouped(module):
+        scales = scales_of(linear, 0)
         tapped = observer.observe(
             linear.placements[0],
             given["x"],
@@ -359,8 +362,8 @@ def with_tap(
             out,
             input_is_split=input_is_split(module),
             output_is_split=output_is_split(module),
-            prepare_input=lambda rows: multiplied_input(module, rows),
-            delayed_scales=scales_of(linear, 0),
+            prepare_input=lambda rows: multiplied_input(module, rows, is_rounded=scales is None),
+            delayed_scales=scales,
         )
         return tapped, bias
     sizes = _sizes(given["m_splits"])

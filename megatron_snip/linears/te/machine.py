@@ -24,6 +24,9 @@ from megatron_snip.linears.te.recipe import (
 )
 from megatron_snip.options import Option
 
+OVERRIDE = "NVTE_BACKWARD_OVERRIDE"
+"""Variable that Transformer Engine reads when it is imported."""
+
 _PER_GEMM = (
     ("transformer_engine.common.recipe", "CustomRecipe"),
     ("transformer_engine.pytorch.quantization", "QuantizerRole"),
@@ -44,12 +47,16 @@ class Machine:
         te_unavailable: recipes that Transformer Engine cannot run here -> its reason; `custom` is
             the one that gives every GEMM its own quantizers.
         run: the low precision that the run has by default.
+        backward_override: what Transformer Engine runs dgrad and wgrad of every quantized linear
+            in: `high_precision` (BF16), `dequantized` (BF16, of W and X as fprop rounded them), or
+            empty: as the recipe says.
     """
 
     capability: tuple[int, int] | None = None
     te_version: str | None = None
     te_unavailable: Mapping[str, str] = field(default_factory=dict)
     run: RunPrecision = BF16_RUN
+    backward_override: str = ""
 
     @property
     def run_recipe(self) -> str:
@@ -88,7 +95,14 @@ def this_machine(with_te: bool, config: Any = None) -> Machine:
     except Exception:  # not installed, or a library of its own is missing
         return Machine(capability, run=run)
     unavailable = {} if capability is None else _unavailable_recipes(manager)
-    return Machine(capability, str(te.__version__), unavailable, run)
+    return Machine(capability, str(te.__version__), unavailable, run, _backward_override())
+
+
+def _backward_override() -> str:
+    """Return what NVTE_BACKWARD_OVERRIDE was when Transformer Engine was imported."""
+    recipes = importlib.import_module("transformer_engine.common.recipe")
+    # Releases without the variable have no such default of a recipe.
+    return str(getattr(recipes.Float8CurrentScaling, "backward_override", None) or "")
 
 
 def _unavailable_recipes(manager: Any) -> dict[str, str]:
@@ -132,6 +146,8 @@ def te_support(name: str, machine: Machine) -> tuple[str, str]:
     if found in machine.te_unavailable:
         return "", machine.te_unavailable[found]
     effects = "".join(f", {setting.effect} ({setting.variable})" for setting in _active(found))
+    if machine.backward_override:
+        effects += f", dgrad and wgrad in BF16 ({OVERRIDE})"
     whose = "the run's own " if own else ""
     return found, f"{whose}{found} recipe: {RECIPES[found].text}{effects}"
 
@@ -167,7 +183,17 @@ def unmeasured_settings(names: Iterable[str], machine: Machine) -> list[str]:
                     f"{setting.variable}={value} ({setting.effect}) is not measured: the "
                     f"statistics of {recipe} are those without it"
                 )
+    if machine.backward_override == "dequantized":
+        lines.append(
+            f"{OVERRIDE}=dequantized is not measured: dgrad and wgrad multiply W and X as fprop "
+            "rounded them, and the statistics are those of exact W and X"
+        )
     return lines
+
+
+def forward_only(option: Option) -> Option:
+    """Return an option with dgrad and wgrad in BF16."""
+    return Option(option.fprop, "bf16", "bf16")
 
 
 def te_refusal(option: Option, machine: Machine) -> str | None:
@@ -176,6 +202,11 @@ def te_refusal(option: Option, machine: Machine) -> str | None:
         found, text = te_support(name, machine)
         if not found:
             return f"{name} on {machine}: {text}"
+    if machine.backward_override and option != forward_only(option):
+        return (
+            f"{option}: {OVERRIDE}={machine.backward_override} runs dgrad and wgrad in BF16; "
+            f"{forward_only(option)} says so"
+        )
     recipe = te_recipe(option, machine)
     if recipe.is_uniform:
         return None
@@ -190,6 +221,8 @@ def te_refusal(option: Option, machine: Machine) -> str | None:
 
 def te_recipe(option: Option, machine: Machine) -> TERecipe:
     """Return the recipe that runs an option under Transformer Engine; `te_refusal` must be None."""
+    if machine.backward_override:
+        option = Option.uniform(option.fprop)  # dgrad and wgrad are BF16 whatever it says
     recipe = TERecipe(*(te_support(name, machine)[0] for name in option.formats))
     assert all(recipe), f"{option} on {machine}"
     return recipe

@@ -23,8 +23,6 @@ from megatron_snip.options import Option
 FACTORIES = "megatron_snip.linears.te.quantizers"
 """Module of the quantizer factories of options that differ per GEMM."""
 
-_EARLIER_FACTORIES = "megatron_snip.linears.te_factories"
-
 
 class RunPrecision(NamedTuple):
     """A low precision in Megatron's terms: that of its flags and of its precision files.
@@ -84,13 +82,6 @@ class Setting(NamedTuple):
     def is_active(self, environment: Mapping[str, str]) -> bool:
         """Return whether the environment changes the recipe."""
         return environment.get(self.variable, "") in self.values
-
-
-_BACKWARD = Setting(
-    "NVTE_BACKWARD_OVERRIDE",
-    ("high_precision", "dequantized"),
-    "dgrad and wgrad run in BF16, and still count as low precision in a plan",
-)
 
 
 @dataclass(frozen=True)
@@ -164,7 +155,6 @@ _BLOCKWISE = GemmRecipe(
             "FP32 scales",
             {"scale": ScaleType.FP32},
         ),
-        _BACKWARD,
     ),
 )
 _MXFP8 = GemmRecipe(
@@ -179,7 +169,6 @@ _MXFP8 = GemmRecipe(
     converter="mxfp8",
     dim_multiple=32,
     token_multiple=32,
-    settings=(_BACKWARD,),
 )
 _TENSORWISE = GemmRecipe(
     "current scaling, one scale per tensor",
@@ -193,10 +182,7 @@ _TENSORWISE = GemmRecipe(
     converter="float8",
     dim_multiple=16,
     token_multiple=16,
-    settings=(
-        Setting("NVTE_FP8_CURRENT_SCALING_POWER_2_SCALES", ("1",), "power-of-two scales"),
-        _BACKWARD,
-    ),
+    settings=(Setting("NVTE_FP8_CURRENT_SCALING_POWER_2_SCALES", ("1",), "power-of-two scales"),),
 )
 _DELAYED = replace(
     _TENSORWISE,
@@ -242,7 +228,6 @@ _NVFP4 = GemmRecipe(
             ("weights", "activations", "all"),
             "blocks scaled to 4 or 6, whichever is closer",
         ),
-        _BACKWARD,
     ),
 )
 
@@ -395,7 +380,7 @@ def _factory_recipes() -> dict[str, TERecipe]:
 def _from_factory(factory: str | None) -> TERecipe:
     module, _, name = str(factory).rpartition(".")
     recipe = factory_recipe(name)
-    if recipe is None or module not in (FACTORIES, _EARLIER_FACTORIES):
+    if recipe is None or module != FACTORIES:
         raise UsageError(
             f"unknown custom_recipe_factory '{factory}'; known are those of {FACTORIES}"
         )

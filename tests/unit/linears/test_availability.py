@@ -125,7 +125,6 @@ def test_settings_of_the_environment_are_measured_or_named(monkeypatch: pytest.M
         ("NVTE_NVFP4_DISABLE_2D_QUANTIZATION", "1"),
         ("NVTE_NVFP4_DISABLE_STOCHASTIC_ROUNDING", "1"),
         ("NVTE_NVFP4_4OVER6", "none"),
-        ("NVTE_BACKWARD_OVERRIDE", ""),
     ):
         monkeypatch.setenv(name, value)
     measured = measured_format("fp4", "te", machine)
@@ -134,16 +133,29 @@ def test_settings_of_the_environment_are_measured_or_named(monkeypatch: pytest.M
     assert "no rotation (NVTE_NVFP4_DISABLE_RHT)" in te_support("fp4", machine)[1]
     assert unmeasured_settings(["bf16", "fp8", "fp4"], machine) == []
     monkeypatch.setenv("NVTE_NVFP4_4OVER6", "all")
-    monkeypatch.setenv("NVTE_BACKWARD_OVERRIDE", "dequantized")
-    lines = unmeasured_settings(["bf16", "fp8", "fp4", "nvfp4"], machine)
-    assert [line.split(" (")[0] for line in lines] == [
-        "NVTE_BACKWARD_OVERRIDE=dequantized",
-        "NVTE_NVFP4_4OVER6=all",
-        "NVTE_BACKWARD_OVERRIDE=dequantized",
-    ]
-    assert "the statistics of nvfp4 are those without it" in lines[1]
+    (line,) = unmeasured_settings(["bf16", "fp8", "fp4", "nvfp4"], machine)
+    assert line.startswith("NVTE_NVFP4_4OVER6=all (")
+    assert "the statistics of nvfp4 are those without it" in line
     simulated = measured_format("fp4", "simulate", machine)
     assert simulated == FORMATS["fp4"]
+
+
+@pytest.mark.parametrize("override", ["high_precision", "dequantized"])
+def test_what_runs_in_bf16_counts_as_bf16(override: str) -> None:
+    """NVTE_BACKWARD_OVERRIDE leaves fprop alone in the recipe."""
+    machine = te(BLACKWELL, backward_override=override)
+    refusal = str(te_refusal(FP8, machine))
+    assert refusal.startswith(
+        f"fp8: NVTE_BACKWARD_OVERRIDE={override} runs dgrad and wgrad in BF16"
+    )
+    assert refusal.endswith("; fp8-bf16-bf16 says so")
+    runs = Option.parse("fp8-bf16-bf16")
+    assert te_refusal(BF16, machine) is te_refusal(runs, machine) is None
+    assert te_recipe(runs, machine) == ("mxfp8",) * 3  # whose backward Transformer Engine changes
+    assert te_recipe(runs, te(BLACKWELL)) == ("mxfp8", "bf16", "bf16")
+    assert "NVTE_BACKWARD_OVERRIDE" in te_support("fp8", machine)[1]
+    unmeasured = unmeasured_settings(["fp8"], machine)
+    assert len(unmeasured) == (override == "dequantized")
 
 
 def test_transformer_engine_s_own_refusal_counts() -> None:

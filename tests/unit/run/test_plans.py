@@ -100,6 +100,28 @@ def test_without_a_measurement_only_the_quality_loss_of_bf16_is_known() -> None:
         assert (plan.objective, plan.bound) == (objective, objective)
 
 
+@pytest.mark.parametrize(
+    ("formats", "target"),
+    [
+        ("fp8,fp8-forward-fp4-backward", 0.5),
+        ("fp8,fp4-forward-mxfp8-backward", 0.25),
+        ("bf16,fp8-bf16-bf16", 0.25),
+        ("fp8,fp4", 0.75),
+    ],
+)
+def test_the_default_target_is_a_share_of_what_the_options_can_lower(
+    formats: str, target: float
+) -> None:
+    plans = run_plans(formats=formats)
+    assert plans.config.efficiency_target == target
+    assert plans.first_plan(None, 0).plan is not None
+    text = f"the efficiency target is {target:g}, 0.75 of the "
+    assert sum(text in line for line in plans.available.warnings) == (target < 0.75)
+    if target < 0.75:  # a target of the user's is not changed
+        with pytest.raises(UsageError, match="best reachable target"):
+            run_plans(formats=formats, efficiency_target=0.75).first_plan(None, 0)
+
+
 def test_constraints_that_cannot_be_met_fail_at_the_start() -> None:
     with pytest.raises(UsageError, match=r"pin \*=fp8"):
         first(pins=("*=fp8",))
