@@ -190,11 +190,25 @@ class _Dashboard(ABC):
     def _log(self, iteration: int, payload: Payload, scalars: dict[str, float]) -> None: ...
 
 
+_CHARTS = {
+    "training loss": ["snip/1_loss", "lm loss$"],
+    "bad losses, failed refreshes": ["snip/1_guard_events", "snip/refresh/failed"],
+    "quality loss of the plan": ["snip/2_quality_loss_share"],
+    "share of FLOPs in the lowest precision": ["snip/3_lowest_precision_share"],
+    "time of measuring in percent": ["snip/4_refresh_overhead_percent"],
+    "share of FLOPs by format": ["snip/share/"],
+    "divergences": ["snip/divergence/"],
+}
+TENSORBOARD_LAYOUT = {"SNIP": {title: ["Multiline", tags] for title, tags in _CHARTS.items()}}
+"""TensorBoard's tab "Custom scalars": chart -> regular expressions of the series that it shows."""
+
+
 class TensorBoardWriter(_Dashboard):
     """Writes through a `torch.utils.tensorboard.SummaryWriter`."""
 
     def _show(self, config: dict[str, Any]) -> None:
         self._add_text("snip/config", yaml_text(config), 0)
+        self._board.add_custom_scalars(TENSORBOARD_LAYOUT)
 
     def _log(self, iteration: int, payload: Payload, scalars: dict[str, float]) -> None:
         board = self._board

@@ -2,6 +2,7 @@
 
 import importlib.util
 import math
+import re
 import sys
 import time
 from itertools import count
@@ -33,6 +34,7 @@ from tests.unit.reporting.runs import (
 )
 
 wandb = pytest.importorskip("wandb")
+layout_pb2 = pytest.importorskip("tensorboard.plugins.custom_scalar.layout_pb2")
 accumulators = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
 
 SHAPE = Shape(config(), iterations=16, notices=((7, Notice("reverted", "back to <fp8>")),))
@@ -226,6 +228,21 @@ def test_tensorboard_has_scalars_pictures_and_text(tmp_path: Path) -> None:
     assert steps(events.Images("snip/5_fragile_linears")) == [3, 11]
     assert texts("snip/notices") == {7: "    reverted: back to <fp8>"}
     assert "    pins:\n" in texts("snip/config")[0]
+
+
+def test_tensorboards_charts_show_series_of_the_run(tmp_path: Path) -> None:
+    events = read_tensorboard(tmp_path)
+    names = [*events.Tags()["scalars"], "lm loss", "lm loss vs samples"]
+    (found,) = events.Tensors("custom_scalars__config__")
+    layout = layout_pb2.Layout.FromString(found.tensor_proto.string_val[0])
+    (category,) = layout.category
+    shown = {
+        chart.title: {name for name in names for tag in chart.multiline.tag if re.match(tag, name)}
+        for chart in category.chart
+    }
+    assert all(shown.values())
+    assert shown["training loss"] == {"snip/1_loss", "lm loss"}
+    assert shown["share of FLOPs by format"] == {f"snip/share/{name}" for name in ("fp4", "fp8")}
 
 
 def test_under_megatron_its_interval_holds_and_its_own_metrics_are_left_out(tmp_path: Path) -> None:
