@@ -216,7 +216,7 @@ class Lab:
         loss = float(np.mean([_mean(report) for report in reports]))
         loss_scale = training.loss_scale()
         norms = partial(weight_norms, weights, optimizer, sensitivities, topology, loss_scale)
-        grad_scale = training.grad_scale(topology)
+        grad_scale = training.grad_scale(topology, loss_scale)
         return observer.table(self.model.all_linears, grad_scale, loss, norms)[0]
 
     def _assignment(self, options: Mapping[str, Option] | None) -> dict[str, Option]:
