@@ -125,19 +125,20 @@ def quantize_dequantize(
     *,
     stream: StochasticStream | None = None,
     tensor_amax: Tensor | None = None,
+    scales: tuple[Tensor, Tensor] | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> Tensor:
     """Return a matrix quantized and dequantized; `reference.quantize_dequantize` has the contract.
 
     Differences: `stream` instead of `bits16`, None for `tensor_amax` takes x's own, and kernels
-    quantize where they can run.
+    quantize where they can run. They compute the scales themselves.
     """
     reference.check(x, fmt, block)
     amax = reference.tensor_amax_of(x, tensor_amax, fmt)
     if not launch.use_kernels(x.device, block):
         bits16 = None if stream is None else stream.bits16(x.shape[0], x.shape[1], x.device)
         return reference.quantize_dequantize(
-            x, fmt, block, bits16=bits16, tensor_amax=amax, dtype=dtype
+            x, fmt, block, bits16=bits16, tensor_amax=amax, scales=scales, dtype=dtype
         )
     direction = fmt, block, philox_arguments(stream, x.shape[1])
     return launch.quantize_dequantize(x, direction, dtype=dtype, tensor_amax=amax)[0]
@@ -151,6 +152,7 @@ def quantize_dequantize_operand(
     *,
     stream: StochasticStream | None = None,
     tensor_amax: Tensor | None = None,
+    scales: tuple[Tensor, Tensor] | None = None,
     dtype: torch.dtype | None = None,
 ) -> Tensor:
     """Return what `gemm` sees of `operand`: quantized and dequantized.
@@ -163,6 +165,7 @@ def quantize_dequantize_operand(
         stream: the tensor's random numbers, needed for stochastic rounding.
         tensor_amax: FP32 scalar, see `needs_tensor_amax`; None takes x's own. A delayed format
             takes its scale here.
+        scales: of the tiles, if the caller has them; see `reference.quantize_dequantize`.
         dtype: of a quantized result; None is x's own.
 
     Returns:
@@ -178,7 +181,13 @@ def quantize_dequantize_operand(
     block, used = operand_block(fmt, operand, gemm), _stream_of(fmt, operand, gemm, stream)
     source = rotated(x.detach().flatten(0, -2), fmt, gemm)
     out = quantize_dequantize(
-        source, fmt, block, stream=used, tensor_amax=tensor_amax, dtype=dtype or x.dtype
+        source,
+        fmt,
+        block,
+        stream=used,
+        tensor_amax=tensor_amax,
+        scales=scales,
+        dtype=dtype or x.dtype,
     )
     return out.view(x.shape)
 

@@ -92,6 +92,7 @@ def quantize_dequantize(
     *,
     bits16: Tensor | None = None,
     tensor_amax: Tensor | None = None,
+    scales: tuple[Tensor, Tensor] | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> Tensor:
     """Return x quantized and dequantized; `check` validates the arguments.
@@ -104,6 +105,7 @@ def quantize_dequantize(
             numbers (`StochasticStream.bits16`); None rounds to nearest even.
         tensor_amax: FP32 scalar, needed where a scale is the tensor's: its largest magnitude, of
             all ranks that share the scale; for delayed scaling the scale itself.
+        scales: what `tile_scales` returns for `tile_amaxes` of x, if the caller has it.
         dtype: of the result: FP32 (exact up to one rounding of q * scale) or BF16 (rounded a
             second time, to nearest even).
 
@@ -126,8 +128,12 @@ def quantize_dequantize(
             bits = None if bits16 is None else _tiles(bits16[rows, cols], tile)
             if source.dtype != torch.float32:
                 source = y.copy_(source)
-            magnitude = torch.abs(source, out=scratch.view(torch.float32))
-            encode, decode = tile_scales(tile_amax(magnitude), fmt, tensor_amax)
+            if scales is None:
+                magnitude = torch.abs(source, out=scratch.view(torch.float32))
+                encode, decode = tile_scales(_tile_amax(magnitude), fmt, tensor_amax)
+            else:
+                at = _tile_indices(rows, block[0]), slice(None), _tile_indices(cols, block[1])
+                encode, decode = (scale[at] for scale in scales)
             torch.mul(source, encode, out=y)
             y.clamp_(-element.max_value, element.max_value)
             round_in_place(y, element, scratch, bits)
@@ -179,7 +185,28 @@ def _regions(size: int, tile: int) -> list[tuple[range, int]]:
     return [(span, length) for span, length in spans if len(span)]
 
 
-def tile_amax(magnitude: Tensor) -> Tensor:
+def _tile_indices(part: slice, side: int) -> slice:
+    """Return which tiles a part of a dimension covers; it begins with a tile."""
+    return slice(part.start // side, -(-part.stop // side))
+
+
+def tile_magnitudes(x: Tensor, block: Block) -> Tensor:
+    """Return |x| of a [rows, cols] matrix as [R, tile rows, C, tile cols]; zeros fill the last."""
+    rows, cols = x.shape
+    tall, wide = block
+    magnitude = x.abs()
+    missing = (0, -cols % wide, 0, -rows % tall)
+    if any(missing):
+        magnitude = torch.nn.functional.pad(magnitude, missing)
+    return magnitude.view(-(-rows // tall), tall, -(-cols // wide), wide)
+
+
+def tile_amaxes(x: Tensor, block: Block) -> Tensor:
+    """Return the largest magnitude of each tile of x [rows, cols], FP32 [R, 1, C, 1]."""
+    return _tile_amax(tile_magnitudes(x, block)).float().contiguous()
+
+
+def _tile_amax(magnitude: Tensor) -> Tensor:
     """Return each tile's largest magnitude: [R, r, C, c] -> [R, 1, C, 1]; NaN if it holds NaN."""
     width = magnitude.shape[3]
     while width % 2 == 0 and 1 < width <= _SHORT_TILE:

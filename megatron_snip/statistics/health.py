@@ -11,16 +11,16 @@ linear's.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from megatron_snip.config import HealthMeasure
 from megatron_snip.formats import Block, Format, ScaleType
-from megatron_snip.quantizers.reference import tile_amax, tile_scales
+from megatron_snip.quantizers.reference import tile_amaxes, tile_magnitudes, tile_scales
 from megatron_snip.statistics.health_table import (
     SMALL_IS_BAD,
     HealthTable,
@@ -53,62 +53,110 @@ _CAN_SATURATE = (ScaleType.E4M3, ScaleType.E4M3_TE, ScaleType.DELAYED)
 _SCALE_ROUNDING = 1 + 2.0**-20  # that of a scale is no saturation
 
 
-def tile_counts(
-    x: Tensor,
-    quantized: Tensor,
-    fmt: Format,
-    block: Block,
-    tensor_amax: Tensor | None,
-    maxima: dict[Block, Tensor],
-) -> Tensor:
-    """Return counts [2 + NUM_BINS], FP32, of a matrix and its quantized form.
+class Tiles(NamedTuple):
+    """How an operand is quantized.
 
-    The counts are of elements that become zero, of elements beyond the largest value of their
-    tile, and of tiles by their scale, without tiles of zeros and tiles with NaN or Inf.
+    Attributes:
+        operand: which of X, W and G.
+        fmt: the format that it takes (`operand_format`).
+        block: (rows, cols) of a tile.
+    """
+
+    operand: Operand
+    fmt: Format
+    block: Block
+
+
+class HealthSums:
+    """Counts what quantization does to X, W and G of one linear, format by format.
+
+    Formats with the same tiles share what depends on the tensor alone.
+    """
+
+    def __init__(self) -> None:
+        """Start with nothing counted."""
+        self._amaxes: dict[tuple[Operand, Block], Tensor] = {}
+        self._nonzero: dict[Operand, Tensor] = {}
+        self._scales: list[tuple[Tensor, Tensor]] = []
+        self._zeroed: list[Tensor] = []
+        self._saturated: list[Tensor] = []
+
+    def scales(self, x: Tensor, tiles: Tiles, tensor_amax: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Return what `tile_scales` returns for an operand x [rows, cols]."""
+        key = tiles.operand, tiles.block
+        if key not in self._amaxes:
+            self._amaxes[key] = tile_amaxes(x, tiles.block)
+        return tile_scales(self._amaxes[key], tiles.fmt, tensor_amax)
+
+    def count(self, x: Tensor, quantized: Tensor, tiles: Tiles, scale: Tensor) -> None:
+        """Count elements that become zero or saturate, and tiles by their scale.
+
+        Call it for X, W and G of each format in turn. Tiles of zeros and tiles with NaN or Inf do
+        not count.
+
+        Args:
+            x: what `scales` got.
+            quantized: Q(x), dequantized.
+            tiles: what `scales` got.
+            scale: the second of `scales`.
+        """
+        operand, fmt, block = tiles
+        assert fmt.element is not None
+        if operand not in self._nonzero:
+            self._nonzero[operand] = x.bool()  # much faster than eq(0)
+        self._zeroed.append((self._nonzero[operand] > quantized.bool()).sum())
+        saturated = torch.zeros((), dtype=torch.int64, device=x.device)
+        if fmt.scale in _CAN_SATURATE:
+            limit = scale * (fmt.element.max_value * _SCALE_ROUNDING)
+            saturated = (tile_magnitudes(x, block) > limit).sum()
+        self._saturated.append(saturated)
+        self._scales.append((scale, self._amaxes[operand, block]))
+
+    def sums(self, errors: Tensor, tensors: Iterable[Tensor]) -> Tensor:
+        """Return [1 + F, 3 operands, OPERAND_SUMS], FP32; the operands themselves come last.
+
+        Args:
+            errors: |Q(x) - x|^2, FP32 [3 F], in the order of `count`.
+            tensors: X, W and G.
+        """
+        parts = [_histogram_part(x, operand) for x, operand in zip(tensors, Operand, strict=True)]
+        bins = _log2_counts([*self._scales, *((part, part) for part in parts)])
+        counts = (torch.stack(each).float() for each in (self._zeroed, self._saturated))
+        by_format = torch.stack([errors, *counts], 1)
+        heads = torch.cat([by_format, by_format.new_zeros((len(Operand), ERROR_SUMS))])
+        return torch.cat([heads, bins], 1).view(-1, len(Operand), OPERAND_SUMS)
+
+    def amax(self) -> Tensor:
+        """Return the largest magnitude of X, W and G, FP32 [3]; Inf if one is not finite."""
+        found = []
+        for operand in Operand:
+            amaxes = [amax.flatten() for (of, _), amax in self._amaxes.items() if of is operand]
+            found.append(torch.cat([amaxes[0].new_zeros(1), *amaxes]).max())
+        return torch.stack(found).nan_to_num_(nan=math.inf, posinf=math.inf)
+
+
+def _histogram_part(x: Tensor, operand: Operand) -> Tensor:
+    """Return the magnitudes, FP32, of the elements of a matrix that its histogram counts."""
+    rows = HISTOGRAM_STRIDE if operand is Operand.WEIGHT else 1
+    return x[::rows, ::HISTOGRAM_STRIDE].float().abs()
+
+
+def _log2_counts(pairs: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
+    """Return counts of numbers by floor(log2), FP32 [pairs, NUM_BINS]; Inf and NaN do not count.
 
     Args:
-        x: [rows, cols].
-        quantized: Q(x), dequantized.
-        fmt: the format of Q.
-        block: (rows, cols) of its tiles.
-        tensor_amax: for scales of the tensor.
-        maxima: the largest magnitude of each tile, FP32, by `block`; added where it is missing.
+        pairs: (numbers, magnitudes of the same shape): a number counts if its magnitude is
+            positive. A tile's scale counts if its amax is; an element if it is itself.
     """
-    assert fmt.element is not None
-    if block not in maxima:
-        maxima[block] = tile_amax(_tiles(x, block)).float().contiguous()
-    amax = maxima[block]
-    scale = tile_scales(amax, fmt, tensor_amax)[1]
-    saturated = amax.new_zeros(())
-    if fmt.scale in _CAN_SATURATE:
-        saturated = (_tiles(x, block) > scale * (fmt.element.max_value * _SCALE_ROUNDING)).sum()
-    zeros = (x.bool() > quantized.bool()).sum()  # bool() is much faster than eq(0)
-    return torch.cat([torch.stack([zeros, saturated]), _log2_counts(scale, amax > 0)])
-
-
-def _tiles(x: Tensor, block: Block) -> Tensor:
-    rows, cols = x.shape
-    tall, wide = block
-    magnitude = x.abs()
-    missing = (0, -cols % wide, 0, -rows % tall)
-    if any(missing):
-        magnitude = torch.nn.functional.pad(magnitude, missing)
-    return magnitude.view(-(-rows // tall), tall, -(-cols // wide), wide)
-
-
-def magnitudes(x: Tensor, operand: Operand) -> Tensor:
-    """Return counts [OPERAND_SUMS], FP32, of a matrix's elements by floor(log2(|x|))."""
-    rows = HISTOGRAM_STRIDE if operand is Operand.WEIGHT else 1
-    part = x[::rows, ::HISTOGRAM_STRIDE].float().abs()
-    counts = _log2_counts(part, part > 0)
-    return torch.cat([counts.new_zeros(OPERAND_SUMS - NUM_BINS), counts])
-
-
-def _log2_counts(values: Tensor, counted: Tensor) -> Tensor:
-    counted = counted & (values < math.inf)
-    index = torch.frexp(values).exponent.sub_(1 + LOWEST_LOG2).clamp_(0, NUM_BINS - 1)
-    bins = values.new_zeros(NUM_BINS, dtype=torch.float32)
-    return bins.index_add_(0, index.flatten(), counted.flatten().float())
+    numbers = torch.cat([number.flatten() for number, _ in pairs])
+    magnitudes = torch.cat([magnitude.flatten() for _, magnitude in pairs])
+    counted = (magnitudes > 0) & (numbers < math.inf)
+    index = torch.frexp(numbers).exponent.sub_(1 + LOWEST_LOG2).clamp_(0, NUM_BINS - 1)
+    sizes = [number.numel() for number, _ in pairs]
+    for i, part in enumerate(torch.split(index, sizes)):
+        part.add_(i * NUM_BINS)
+    bins = numbers.new_zeros(len(pairs) * NUM_BINS, dtype=torch.float32)
+    return bins.index_add_(0, index, counted.float()).view(len(pairs), NUM_BINS)
 
 
 def _linear_health(

@@ -13,7 +13,6 @@ features. Products accumulate in FP32. On a tensor-parallel rank the tensors are
 statistics.
 """
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import NamedTuple, Self
@@ -23,7 +22,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megatron_snip.collectives import sum_together
-from megatron_snip.formats import Block, Format, ScaleType
+from megatron_snip.formats import Format, ScaleType
 from megatron_snip.matmul import matmul_fp32
 from megatron_snip.quantizers.quantize import (
     operand_block,
@@ -33,10 +32,13 @@ from megatron_snip.quantizers.quantize import (
 )
 from megatron_snip.quantizers.reference import tensor_scale
 from megatron_snip.quantizers.stochastic import StochasticStream
-from megatron_snip.statistics.health import OPERAND_SUMS, magnitudes, tile_counts
+from megatron_snip.statistics.health import OPERAND_SUMS, HealthSums, Tiles
 from megatron_snip.statistics.optimizer_state import Sensitivity
 from megatron_snip.topology import LinearKind
 from megatron_snip.types import Gemm, Operand
+
+_HEALTH_ERRORS = ("input_error", "weight_error", "dgrad_error")
+"""Errors that health reports: of X, W and G as fprop and dgrad quantize them."""
 
 
 class TensorNumbers(NamedTuple):
@@ -175,62 +177,56 @@ def partial_sums(
     outputs, input_grads = [matmul_fp32(x, w.t())], [matmul_fp32(g, w)]
     x_runs, g_runs = operands.input_runs, operands.grad_output_runs
     wgrad = matmul_fp32(g_runs.t(), x_runs)
-    found = {
-        "input_square": _square(x),
-        "weight_square": _square(w),
-        "grad_square": _square(g),
-        "wgrad_square": _square(wgrad),
+    norms = {
+        "input_square": _row_norms(x),
+        "weight_square": _row_norms(w),
+        "grad_square": _row_norms(g),
+        "wgrad_square": _row_norms(wgrad),
     }
-    health: list[Tensor] = []
-    maxima: dict[Operand, dict[Block, Tensor]] = {operand: {} for operand in Operand}
+    health = HealthSums()
     for name, fmt in formats.items():
-        x_q = _quantized(operands, fmt, Operand.INPUT, Gemm.FPROP)
-        w_q = _quantized(operands, fmt, Operand.WEIGHT, Gemm.FPROP)
+        x_q = _counted(operands, fmt, Operand.INPUT, Gemm.FPROP, health)
+        w_q = _counted(operands, fmt, Operand.WEIGHT, Gemm.FPROP, health)
+        g_q = _counted(operands, fmt, Operand.GRAD_OUTPUT, Gemm.DGRAD, health, stream)
         outputs.append(matmul_fp32(x_q, w_q.t()).sub_(outputs[0]))
         w_t = w_q  # a square block serves both
         if fmt.weight_block[0] != fmt.weight_block[1]:
             w_t = _quantized(operands, fmt, Operand.WEIGHT, Gemm.DGRAD)
-        g_q = _quantized(operands, fmt, Operand.GRAD_OUTPUT, Gemm.DGRAD, stream)
         input_grads.append(matmul_fp32(g_q, w_t).sub_(input_grads[0]))
-        first = (x_q, Gemm.FPROP), (w_q, Gemm.FPROP), (g_q, Gemm.DGRAD)
-        for operand, (q, gemm) in zip(Operand, first, strict=True):
-            source = operands.of(operand, gemm)
-            number = operands.number(fmt, operand, gemm)
-            block = operand_block(fmt, operand, gemm)
-            taken = operand_format(fmt, operand)
-            counts = tile_counts(source, q, taken, block, number, maxima[operand])
-            health.append(torch.cat([_square(q.sub_(source)).float()[None], counts]))
-        found[f"{name}.input_error_square"] = health[-3][0]
-        found[f"{name}.weight_error_square"] = health[-2][0]
+        norms[f"{name}.input_error_square"] = _row_norms(x_q.sub_(x))
+        norms[f"{name}.weight_error_square"] = _row_norms(w_q.sub_(w))
+        norms[f"{name}.dgrad_error_square"] = _row_norms(g_q.sub_(g))
         del x_q, w_q, w_t  # before wgrad's error takes as much FP32 as a weight
         g_q = _quantized(operands, fmt, Operand.GRAD_OUTPUT, Gemm.WGRAD, runs_stream)
         x_q = _quantized(operands, fmt, Operand.INPUT, Gemm.WGRAD)
         error = matmul_fp32(g_q.t(), x_q).sub_(wgrad)
         rotated_g = rotated(g_runs, fmt, Gemm.WGRAD)
-        found[f"{name}.grad_error_square"] = _square(g_q.sub_(rotated_g))
-        found[f"{name}.wgrad_error_square"] = _square(error)
+        norms[f"{name}.grad_error_square"] = _row_norms(g_q.sub_(rotated_g))
+        norms[f"{name}.wgrad_error_square"] = _row_norms(error)
         if sensitivity is not None:
             error.mul_(sensitivity.row[features, None]).mul_(sensitivity.col)
-        found[f"{name}.local_square"] = _square(error)
+        norms[f"{name}.local_square"] = _row_norms(error)
     if kind == "row":
-        found |= zip(_squares_of("input_grad", formats), map(_square, input_grads), strict=True)
-    # A tensor that every shard holds in full counts once in the sum over shards.
-    replicated = "grad" if kind == "row" else "input"
-    scalars = [
-        value / num_shards if name.rpartition(".")[2].startswith(f"{replicated}_") else value
-        for name, value in found.items()
-    ]
-    assert list(found) == _scalar_names(kind, formats)
-    health += map(magnitudes, (x, w, g), Operand)
-    sums = torch.stack(health).view(-1, len(Operand), OPERAND_SUMS)
-    sums[:, 2 if kind == "row" else 0] /= num_shards  # grad_output or input, as above
-    zero = x.new_zeros(1, dtype=torch.float32)
-    amaxes = [torch.cat([zero, *map(torch.flatten, m.values())]).max() for m in maxima.values()]
-    amax = torch.stack(amaxes).nan_to_num_(nan=math.inf, posinf=math.inf)
-    rest = torch.stack(scalars).float(), sums, amax
+        names = _squares_of("input_grad", formats)
+        norms |= zip(names, map(_row_norms, input_grads), strict=True)
+    found = dict(zip(norms, _sums_of_squares(list(norms.values())), strict=True))
+    names = _scalar_names(kind, formats)
+    scalars = torch.stack([found[name] for name in names]).float()
+    errors = [found[f"{name}.{error}_square"] for name in formats for error in _HEALTH_ERRORS]
+    sums = health.sums(torch.stack(errors).float(), (x, w, g))
+    if num_shards > 1:
+        # A tensor that every shard holds in full counts once in the sum over shards.
+        replicated = Operand.GRAD_OUTPUT if kind == "row" else Operand.INPUT
+        sums[:, list(Operand).index(replicated)] /= num_shards
+        prefix = "grad_" if kind == "row" else "input_"
+        for i, name in enumerate(names):
+            if name.rpartition(".")[2].startswith(prefix):
+                scalars[i] /= num_shards
+    rest = scalars, sums, health.amax()
+    products = torch.stack(outputs)
     if kind == "row":
-        return PartialSums(torch.stack(outputs), None, *rest)
-    return PartialSums(torch.stack(input_grads), _token_sums(g, outputs), *rest)
+        return PartialSums(products, None, *rest)
+    return PartialSums(torch.stack(input_grads), _token_sums(g, products), *rest)
 
 
 def totals(
@@ -253,8 +249,8 @@ def totals(
         tokens = _token_sums(grad_output, sums.products)
     else:
         tokens = sums.tokens
-        sums_of_squares = (_square(x).float().double() for x in sums.products)
-        found |= zip(_squares_of("input_grad", formats), sums_of_squares, strict=True)
+        squares = _token_squares(sums.products).sum(1, dtype=torch.float64).float().double()
+        found |= zip(_squares_of("input_grad", formats), squares, strict=True)
     sizes = [1, 1 + len(formats), len(formats)]
     grads, squares, products = torch.split(tokens.double(), sizes)
     found |= zip(_squares_of("output", formats), squares.sum(1), strict=True)
@@ -267,10 +263,27 @@ def totals(
     return found
 
 
-def _token_sums(g: Tensor, outputs: Sequence[Tensor] | Tensor) -> Tensor:
-    """Return `PartialSums.tokens` of G and (Y, eY of each format)."""
-    products = (torch.linalg.vecdot(g.float(), error.float()) for error in outputs[1:])
-    return torch.stack([_token_squares(g), *map(_token_squares, outputs), *products])
+def _token_sums(g: Tensor, outputs: Tensor) -> Tensor:
+    """Return `PartialSums.tokens` of G [S, N] and (Y, eY of each format) [1 + F, S, N]."""
+    products = [torch.linalg.vecdot(g.float(), error.float()) for error in outputs[1:]]
+    return torch.cat([_token_squares(g)[None], _token_squares(outputs), torch.stack(products)])
+
+
+def _counted(
+    operands: Operands,
+    fmt: Format,
+    operand: Operand,
+    gemm: Gemm,
+    health: HealthSums,
+    stream: StochasticStream | None = None,
+) -> Tensor:
+    """Return what `_quantized` returns; `health` counts what became of the operand."""
+    x = operands.of(operand, gemm)
+    tiles = Tiles(operand, operand_format(fmt, operand), operand_block(fmt, operand, gemm))
+    scales = health.scales(x, tiles, operands.number(fmt, operand, gemm))
+    quantized = _quantized(operands, fmt, operand, gemm, stream=stream, scales=scales)
+    health.count(x, quantized, tiles, scales[1])
+    return quantized
 
 
 def _quantized(
@@ -279,6 +292,7 @@ def _quantized(
     operand: Operand,
     gemm: Gemm,
     stream: StochasticStream | None = None,
+    scales: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
     """Return what `gemm` sees of an operand, FP32."""
     return quantize_dequantize_operand(
@@ -288,6 +302,7 @@ def _quantized(
         gemm,
         stream=stream,
         tensor_amax=operands.number(fmt, operand, gemm),
+        scales=scales,
         dtype=torch.float32,
     )
 
@@ -304,12 +319,18 @@ def _squares_of(tensor: str, formats: Iterable[str]) -> list[str]:
     return [f"{tensor}_square", *(f"{name}.{tensor}_error_square" for name in formats)]
 
 
-def _square(tensor: Tensor) -> Tensor:
-    """Return the sum of squares, FP64 (each row summed in FP32)."""
-    return _token_squares(tensor.reshape(-1, tensor.shape[-1])).sum(dtype=torch.float64)
+def _sums_of_squares(norms: Sequence[Tensor]) -> Tensor:
+    """Return the sum of squares of each matrix from the norms of its rows, FP64."""
+    squares = torch.cat(list(norms)).square().double()
+    return torch.stack([part.sum() for part in torch.split(squares, [len(n) for n in norms])])
 
 
 def _token_squares(tensor: Tensor) -> Tensor:
-    """Return each row's sum of squares, FP32: [rows, cols] -> [rows]."""
+    """Return each row's sum of squares, FP32: [.., rows, cols] -> [.., rows]."""
+    return _row_norms(tensor).square()
+
+
+def _row_norms(tensor: Tensor) -> Tensor:
+    """Return each row's norm, FP32: [.., rows, cols] -> [.., rows]."""
     norms: Tensor = torch.linalg.vector_norm(tensor, dim=-1, dtype=torch.float32)
-    return norms.square()
+    return norms

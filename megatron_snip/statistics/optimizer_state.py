@@ -96,7 +96,7 @@ def _adam(shard: Shard) -> tuple[Tensor, Tensor] | None:
         return None
     beta1, beta2 = shard.group.get("betas", (0.0, 0.0))[:2]
     root = (second.float() / (1 - beta2**step)).sqrt_().add_(float(shard.group.get("eps", 0.0)))
-    update = first.float() / (1 - beta1**step) / root
+    update = (first.float() / (1 - beta1**step)).div_(root)
     return root.reciprocal_().mul_((1 - beta1) / (1 - beta1 ** (step + 1))), update
 
 
@@ -356,13 +356,17 @@ class ShardSums(NamedTuple):
             scalars[0] = shard.end - shard.start
             scalars[1] = _square(update)
             inverse = d.square_().reciprocal_()
+            if not inverse.is_cuda:  # each of the CPU's FP64 sums would convert it again
+                inverse = inverse.double()
             # A shard is the end of a row, complete rows, and the beginning of a row.
             head = min(-shard.start % num_cols, inverse.numel())
             tail = (inverse.numel() - head) % num_cols
             at = shard.start
             for part in torch.split(inverse, [head, inverse.numel() - head - tail, tail]):
+                if not part.numel():
+                    continue
                 first, offset = divmod(at, num_cols)
-                part = part.view(-1, min(num_cols, max(part.numel(), 1)))
+                part = part.view(-1, min(num_cols, part.numel()))
                 rows[first : first + part.shape[0]] += part.sum(1, dtype=torch.float64)
                 cols[offset : offset + part.shape[1]] += part.sum(0, dtype=torch.float64)
                 at += part.numel()

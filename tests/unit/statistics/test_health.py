@@ -10,7 +10,7 @@ import torch
 
 from megatron_snip.formats import ScaleType, get_format
 from megatron_snip.quantizers.quantize import operand_block, quantize_dequantize
-from megatron_snip.statistics.health import tile_counts
+from megatron_snip.statistics.health import HealthSums, Tiles
 from megatron_snip.statistics.health_table import HealthTable, LinearHealth
 from megatron_snip.statistics.observer import StepObserver
 from megatron_snip.statistics.sample import MeasureSettings
@@ -142,6 +142,11 @@ def test_zeros_of_a_tile_that_is_not_finite_do_not_hide_underflow(name: str, bad
     fmt, x = get_format(name), torch.tensor([[1e-9] * 127 + [1.0], [0.0] * 127 + [bad]])
     tensor_amax = x.abs().amax() if fmt.needs_tensor_number else None
     quantized = quantize_dequantize(x, fmt, (1, fmt.tile))
-    counts = tile_counts(x, quantized, fmt, (1, fmt.tile), tensor_amax, maxima := {})
-    assert counts[0] == ((quantized == 0) & (x != 0)).sum()
-    assert not maxima[1, fmt.tile].isfinite().all()
+    health = HealthSums()
+    for operand in Operand:
+        tiles = Tiles(operand, fmt, (1, fmt.tile))
+        _, scale = health.scales(x, tiles, tensor_amax)
+        health.count(x, quantized, tiles, scale)
+    sums = health.sums(torch.zeros(len(Operand)), [x] * len(Operand))
+    assert (sums[0, :, 1] == ((quantized == 0) & (x != 0)).sum()).all()
+    assert (health.amax() == math.inf).all()
