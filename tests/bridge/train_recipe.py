@@ -32,7 +32,7 @@ EXPERTS = """
     model.num_moe_experts=4 model.moe_router_topk=2 model.moe_ffn_hidden_size=128
     model.expert_model_parallel_size=1 model.expert_tensor_parallel_size=1
     model.moe_token_dispatcher_type=alltoall model.moe_router_fusion=false
-    model.moe_permute_fusion=false
+    model.moe_permute_fusion=false model.cuda_graph_impl=none
 """
 
 
