@@ -97,6 +97,14 @@ INCOMPATIBLE_FLAGS: tuple[FlagRow, ...] = (
         remedy="train all weights",
     ),
     FlagRow(
+        "dist.use_decentralized_pg (Megatron-Bridge)",
+        given("use_decentralized_pg"),
+        plans="refuses",
+        collects="refuses",
+        text="statistics are reduced over Megatron-Core's process groups, and it makes others",
+        remedy="set it to false",
+    ),
+    FlagRow(
         "--exp-avg-dtype or --exp-avg-sq-dtype fp16 or fp8",
         _scaled_moments,
         plans="refuses",

@@ -1,6 +1,7 @@
 """Megatron-Bridge's own `pretrain` with one of its recipes, on two ranks."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -38,6 +39,14 @@ def test_plans_are_made_and_run(lab: Lab, layout: str) -> None:
     two = len(before[-1]) // 10  # values an iteration
     assert after[-1][: 4 * two] == before[-1][: 4 * two]  # until the first plan
     assert after[-1][4 * two] != before[-1][4 * two]
+
+
+def test_a_plan_that_breaks_an_iteration_is_reverted_without_a_trace(lab: Lab) -> None:
+    run = lab.run("llama-tp2", SNIP, {"TINY_BREAK": "1"})
+    assert weights(run) == weights(lab.run("llama-tp2"))  # as if there had been no plan
+    assert losses(run) == losses(lab.run("llama-tp2"))
+    reverted = re.findall(r"snip: iteration (\d+): reverted", run.logs[0])
+    assert reverted and [int(iteration) for iteration in reverted] == applied_plans(run), run.report
 
 
 @pytest.mark.parametrize("layout", ["llama-tp2", "llama-pp2"])

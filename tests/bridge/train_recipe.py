@@ -3,17 +3,23 @@
     torchrun ... train_recipe.py llama|moe [KEY=VALUE ...]
 
 KEY=VALUE are Bridge's own overrides. It does not use SNIP, except that TINY_CALLBACK (settings as
-JSON) gives `pretrain` a SnipCallback. Every rank writes its results to the folder in TINY_RESULTS.
+JSON) gives `pretrain` a SnipCallback, without settings if it is `null`. Every rank writes its
+results to the folder in TINY_RESULTS.
 TINY_KILL_AFTER: SIGKILL after this iteration's checkpoint, as on a lost machine.
 TINY_EARLY: SNIP may measure before the optimizer has made ten steps.
 TINY_BREAK: the loss is infinite whenever a linear runs FP4.
+TINY_WEIGHTS: weights are those of `weights.py`, which do not depend on the loop.
+TINY_PRECISION: name of the recipe's mixed precision; weights are stored in BF16.
+TINY_QUANT: `model.quant_recipe` as JSON.
 """
 
+import functools
 import hashlib
 import json
 import os
 import signal
 import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -65,30 +71,67 @@ class Results:
         path.write_text(json.dumps({**result, "evaluated": self.evaluated}))
 
 
-def main() -> None:
+def recipe_of(words: Sequence[str]) -> Any:
+    """Return the settings of `llama` or `moe`, the first word, under Bridge's own overrides."""
     # Not at the top: a process that a checkpoint starts imports this file, and needs none of it.
     from megatron.bridge.recipes.llama import llama32_1b_pretrain_config
     from megatron.bridge.recipes.qwen import qwen3_30b_a3b_pretrain_config
+    from megatron.bridge.training.utils.omegaconf_utils import process_config_with_overrides
+
+    name, *overrides = words
+    recipes = {"llama": llama32_1b_pretrain_config, "moe": qwen3_30b_a3b_pretrain_config}
+    experts = EXPERTS.split() if name == "moe" else []
+    shrunk = [*SHRUNK.split(), *experts, *overrides]
+    cfg = process_config_with_overrides(recipes[name](), cli_overrides=shrunk)
+    if "TINY_PRECISION" in os.environ:
+        from megatron.bridge.training.mixed_precision import get_mixed_precision_config
+
+        cfg.mixed_precision = get_mixed_precision_config(os.environ["TINY_PRECISION"])
+        cfg.mixed_precision.fp8_param_gather = False
+    if "TINY_QUANT" in os.environ:
+        from megatron.core.quantization.quant_config import RecipeConfig
+
+        cfg.model.quant_recipe = RecipeConfig.from_config_dict(json.loads(os.environ["TINY_QUANT"]))
+    if "TINY_WEIGHTS" in os.environ:
+        from tests.bridge.weights import set_weights
+
+        cfg.model.register_pre_wrap_hook(set_weights)
+    return cfg
+
+
+def breaking(forward_step: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a forward step whose loss is infinite whenever a linear runs FP4."""
+    from megatron_snip.patches.install import REGISTRY
+
+    @functools.wraps(forward_step)  # Bridge reads the signature
+    def broken(
+        state: Any, data_iterator: Any, model: Any, return_schedule_plan: bool = False
+    ) -> Any:
+        output, loss = forward_step(state, data_iterator, model, return_schedule_plan)
+        linears = REGISTRY.session.controller.model.linears
+        if any("fp4" in str(linear.option) for linear in linears):
+            output = output * float("inf")
+        return output, loss
+
+    return broken
+
+
+def main() -> None:
     from megatron.bridge.training.gpt_step import forward_step
     from megatron.bridge.training.pretrain import pretrain
-    from megatron.bridge.training.utils.omegaconf_utils import process_config_with_overrides
 
     from megatron_snip.run import observation
 
     if "TINY_EARLY" in os.environ:
         observation.MIN_OPTIMIZER_STEPS = 0
-    recipes = {"llama": llama32_1b_pretrain_config, "moe": qwen3_30b_a3b_pretrain_config}
-    name, *overrides = sys.argv[1:]
-    cfg = recipes[name]()
-    experts = EXPERTS.split() if name == "moe" else []
-    words = [*SHRUNK.split(), *experts, *overrides]
-    cfg = process_config_with_overrides(cfg, cli_overrides=words)
     callbacks: list[Any] = [Results()]
     if "TINY_CALLBACK" in os.environ:
         from megatron_snip.bridge import SnipCallback, SnipConfig
 
-        callbacks.append(SnipCallback(SnipConfig(**json.loads(os.environ["TINY_CALLBACK"]))))
-    pretrain(cfg, forward_step, callbacks=callbacks)
+        given = json.loads(os.environ["TINY_CALLBACK"])
+        callbacks.append(SnipCallback() if given is None else SnipCallback(SnipConfig(**given)))
+    step = breaking(forward_step) if "TINY_BREAK" in os.environ else forward_step
+    pretrain(recipe_of(sys.argv[1:]), step, callbacks=callbacks)
 
 
 if __name__ == "__main__":

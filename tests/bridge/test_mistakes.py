@@ -1,0 +1,35 @@
+"""A user's first mistakes end in one line, on every rank, before a model is built."""
+
+import pytest
+
+from tests.bridge.lab import SCRIPT, Lab
+
+MISTAKES = {
+    "flags and a callback": (
+        ["--snip"],
+        {"TINY_CALLBACK": "{}"},
+        "settings come from --snip flags and from a SnipCallback; drop the flags, or run the "
+        "script without the callback",
+    ),
+    "a callback without settings": (
+        [],
+        {"TINY_CALLBACK": "null"},
+        "SnipCallback needs settings, and got nothing; write SnipCallback(SnipConfig(",
+    ),
+    "a setting of Bridge's": (
+        ["--snip", "dist.use_decentralized_pg=true", "dist.use_gloo_process_groups=false"],
+        {},
+        "--snip cannot run with dist.use_decentralized_pg: ",
+    ),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_ends_in_one_line(lab: Lab, mistake: str) -> None:
+    words, environment, text = MISTAKES[mistake]
+    run = lab.run_words(["--cpu", SCRIPT, "llama", *words], environment)
+    assert run.statuses == (2, 2), run.report
+    errors = [x for x in run.logs[0].splitlines() if x.startswith("megatron-snip: error: ")]
+    assert len(errors) == 1 and text in errors[0], run.report
+    assert "Traceback" not in run.report
+    assert run.logs[0].splitlines()[-1] == errors[0], run.report

@@ -1,0 +1,131 @@
+"""A low precision of the recipe's own, and CUDA graphs, on Transformer Engine's linears."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.bridge.lab import Lab, losses, weights
+from tests.megatron.lab import applied_plans, snip_lines
+from tests.processes import run_python
+
+CURRENT_SCALING = "bf16_with_fp8_current_scaling_mixed"
+"""FP8 of Hopper, with BF16 in the first and the last layer."""
+
+QUANT_RECIPE = {
+    "configs": {
+        "wide": {
+            "transformer_engine_config_type": "TEQuantizationParams",
+            "training_recipe": {"fp8_quantization_recipe": None, "fp4_quantization_recipe": None},
+        }
+    },
+    "matchers": {
+        "one": {
+            "type": "glob",
+            "pattern": "decoder.layers.1.mlp.linear_fc2",
+            "config": "wide",
+            "enabled": True,
+        }
+    },
+}
+"""Of `model.quant_recipe`: one linear stays BF16."""
+
+PLANS = ["--snip", "--snip-interval", "4", "--snip-start-step", "3", "--snip-lag", "2"]
+PLANS += ["--snip-efficiency-target", "0.25"]
+COLLECT_ONLY = [*PLANS, "--snip-collect-only"]
+
+
+def of_job(**more: str) -> dict[str, str]:
+    return {"TINY_PRECISION": CURRENT_SCALING, "TINY_QUANT": json.dumps(QUANT_RECIPE), **more}
+
+
+def test_measuring_beside_the_recipes_own_precision_changes_no_bit(lab: Lab) -> None:
+    plain = lab.run("llama-tp2", environment=of_job(), plain=True)
+    measured = lab.run("llama-tp2", COLLECT_ONLY, of_job())
+    assert weights(measured) == weights(plain)
+    assert losses(measured) == losses(plain)
+    assert weights(plain) != weights(lab.run("llama-tp2"))
+
+
+def test_plans_start_from_what_the_recipe_runs_and_respect_its_bf16_layers(lab: Lab) -> None:
+    run = lab.run("llama-tp2", PLANS, of_job())
+    run.finished()
+    assert applied_plans(run) == [5, 9], run.report
+    plan = json.loads((run.output / "plans" / "3.json").read_text())
+    edges = {name: x for name, x in plan["linears"].items() if ".layers.1." not in name}
+    edges = {name: x for name, x in edges.items() if ".layers.2." not in name}
+    assert len(edges) == 8 and set(edges.values()) == {"bf16"}
+    assert "fp8" in plan["linears"].values()
+
+
+GRAPHS = {
+    "the iteration": (
+        [
+            *["model.cuda_graph_impl=full_iteration", "model.cuda_graph_warmup_steps=1"],
+            *["rerun_state_machine.check_for_nan_in_loss=false", "ddp.check_for_nan_in_grad=false"],
+        ],
+        "captured the training step",
+    ),
+    "layers": (
+        ["model.cuda_graph_impl=transformer_engine", "model.cuda_graph_warmup_steps=1"],
+        "captured layers with 16 planned linears",
+    ),
+}
+OF_GRAPHS = ["model.use_te_rng_tracker=true", "rng.te_rng_tracker=true"]
+
+
+@pytest.mark.parametrize("captured", GRAPHS)
+def test_plans_under_bridges_graphs_train_as_without(lab: Lab, captured: str) -> None:
+    graphs, text = GRAPHS[captured]
+    run = lab.run("llama-tp2", [*OF_GRAPHS, *graphs, *PLANS], of_job())
+    eager = lab.run("llama-tp2", PLANS, of_job())
+    assert weights(run) == weights(eager), run.report
+    assert losses(run) == losses(eager)
+    assert sum(text in line for line in snip_lines(run)) == 2, run.report
+
+
+PROBE = """
+import json, os, sys
+os.environ["WORLD_SIZE"] = "1"
+from tests.bridge import script
+from megatron.bridge.training.config import runtime_config_update
+from megatron_snip.config import SnipConfig
+from megatron_snip.patches.arguments import snip_config
+from megatron_snip.patches.incompatible import check_flags
+from megatron_snip.patches.megatron_bridge.settings import settings_of
+from tests.bridge.lab import ON_CPU
+from tests.bridge.train_recipe import recipe_of
+found = {}
+for name in sys.argv[1:]:
+    cfg = recipe_of(["llama", *ON_CPU.split()])
+    cfg.mixed_precision = name
+    runtime_config_update(cfg)
+    args = settings_of(cfg)
+    pins = snip_config(args, SnipConfig(enabled=True)).pins
+    flags = [row.flag for row in check_flags(args, False)]
+    values = [getattr(args, x, None) for x in ("fp8", "fp8_recipe", "fp4", "fp4_recipe")]
+    found[name] = [*values, flags, pins]
+print("PROBE" + json.dumps(found))
+"""
+
+STORED = "--fp8-param-gather or --fp4-param-gather alone"
+EDGES = ["decoder.layers.0.*=bf16", "decoder.layers.3.*=bf16"]
+READ = {
+    "bf16_mixed": [None, "tensorwise", None, "nvfp4", [], []],
+    "bf16_with_fp8_delayed_scaling_mixed": ["hybrid", "delayed", None, "nvfp4", [STORED], []],
+    CURRENT_SCALING: ["hybrid", "tensorwise", None, "nvfp4", [STORED], EDGES],
+    "bf16_with_fp8_subchannel_scaling_mixed": ["hybrid", "blockwise", None, "nvfp4", [], []],
+    "bf16_with_mxfp8_mixed": [
+        *["e4m3", "mxfp8", None, "nvfp4"],
+        *[["--fp8-param-gather with --reuse-grad-buf-for-mxfp8-param-ag"], []],
+    ],
+    "bf16_with_nvfp4_mixed": [None, "tensorwise", "e2m1", "nvfp4", [], []],
+}
+"""A name in Bridge -> Megatron-LM's fp8, fp8_recipe, fp4 and fp4_recipe, SNIP's rows and pins."""
+
+
+def test_bridges_precisions_are_read_as_megatron_lms_flags(lab: Lab, tmp_path: Path) -> None:
+    done = run_python("-c", PROBE, *READ)
+    lines = [x for x in done.stdout.splitlines() if x.startswith("PROBE")]
+    assert lines, done.stdout + done.stderr
+    assert json.loads(lines[0].removeprefix("PROBE")) == READ
