@@ -1,7 +1,8 @@
 """One model and its data in both loops: they train, measure and plan alike.
 
 The model, its settings and its datasets are those of Bridge's recipe. Each loop makes its own
-optimizer, schedule, batches and gradients from settings of its own, which are the same.
+optimizer, schedule, batches and gradients from settings of its own, which are the same. Evaluations
+are left out: the loops draw other validation batches, also without SNIP.
 """
 
 import json
@@ -21,7 +22,7 @@ FLAGS = f"""
 """
 """What the recipe sets, as flags."""
 
-NUMBERS = ("loss", "grad_norm", "lr", "validation_loss", "lowest_precision_fraction")
+NUMBERS = ("loss", "grad_norm", "lr", "lowest_precision_fraction")
 
 
 def test_both_loops_make_the_same_plans_of_the_same_weights_and_data(
@@ -40,8 +41,9 @@ def test_both_loops_make_the_same_plans_of_the_same_weights_and_data(
         assert _read(bridge.output / file) == _read(tmp_path / file)
     for file in ("plans/3.json", "plans/7.json"):
         plans = [_read(folder / file) for folder in (bridge.output, tmp_path)]
-        assert plans[0]["digest"] == plans[1]["digest"]
-        assert plans[0]["linears"] == plans[1]["linears"]
+        for plan in plans:
+            del plan["seconds"]  # of the solver
+        assert plans[0] == plans[1]
 
 
 def _numbers(folder: Path) -> list[dict[str, Any]]:

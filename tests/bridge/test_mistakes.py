@@ -19,7 +19,7 @@ MISTAKES = {
     "a setting of Bridge's": (
         ["--snip", "dist.use_decentralized_pg=true", "dist.use_gloo_process_groups=false"],
         {},
-        "--snip cannot run with dist.use_decentralized_pg: ",
+        "--snip cannot run with dist.use_decentralized_pg (Megatron-Bridge): ",
     ),
 }
 

@@ -30,32 +30,44 @@ QUANT_RECIPE = {
 }
 """Of `model.quant_recipe`: one linear stays BF16."""
 
-PLANS = ["--snip", "--snip-interval", "4", "--snip-start-step", "3", "--snip-lag", "2"]
-PLANS += ["--snip-efficiency-target", "0.25"]
+OF_JOB = ["model.use_te_rng_tracker=true", "rng.te_rng_tracker=true"]
+"""Graphs need it, and it changes the first weights."""
+
+SNIP = ["--snip", "--snip-interval", "4", "--snip-start-step", "3", "--snip-lag", "2"]
+PLANS = [*OF_JOB, *SNIP, "--snip-efficiency-target", "0.25"]
 COLLECT_ONLY = [*PLANS, "--snip-collect-only"]
 
 
-def of_job(**more: str) -> dict[str, str]:
-    return {"TINY_PRECISION": CURRENT_SCALING, "TINY_QUANT": json.dumps(QUANT_RECIPE), **more}
+def of_job() -> dict[str, str]:
+    return {"TINY_PRECISION": CURRENT_SCALING, "TINY_QUANT": json.dumps(QUANT_RECIPE)}
 
 
 def test_measuring_beside_the_recipes_own_precision_changes_no_bit(lab: Lab) -> None:
-    plain = lab.run("llama-tp2", environment=of_job(), plain=True)
+    plain = lab.run("llama-tp2", OF_JOB, of_job(), plain=True)
     measured = lab.run("llama-tp2", COLLECT_ONLY, of_job())
     assert weights(measured) == weights(plain)
     assert losses(measured) == losses(plain)
-    assert weights(plain) != weights(lab.run("llama-tp2"))
 
 
 def test_plans_start_from_what_the_recipe_runs_and_respect_its_bf16_layers(lab: Lab) -> None:
     run = lab.run("llama-tp2", PLANS, of_job())
     run.finished()
     assert applied_plans(run) == [5, 9], run.report
-    plan = json.loads((run.output / "plans" / "3.json").read_text())
-    edges = {name: x for name, x in plan["linears"].items() if ".layers.1." not in name}
-    edges = {name: x for name, x in edges.items() if ".layers.2." not in name}
-    assert len(edges) == 8 and set(edges.values()) == {"bf16"}
-    assert "fp8" in plan["linears"].values()
+    recipes = recipes_of(run.output, 1)
+    edges = {name for name in recipes if ".layers.0." in name or ".layers.3." in name}
+    own = "decoder.layers.1.mlp.linear_fc2"  # by `quant_recipe`
+    in_fp8 = recipes.keys() - edges - {own}
+    assert len(edges) == 8 and len(in_fp8) == 7
+    assert {recipes[name] for name in in_fp8} == {"tensorwise_hybrid"}
+    assert {recipes[name] for name in (*edges, own)} == {"bf16"}
+    recipes = recipes_of(run.output, 5)
+    assert {recipes[name] for name in edges} == {"bf16"} != set(recipes.values())
+
+
+def recipes_of(output: Path, iteration: int) -> dict[str, str]:
+    """Recipe of each linear from an iteration on, as the run recorded it."""
+    file = output / "precision" / f"{iteration}.json"
+    return {row["name"]: row["recipe"] for row in json.loads(file.read_text())["linears"]}
 
 
 GRAPHS = {
@@ -71,13 +83,12 @@ GRAPHS = {
         "captured layers with 16 planned linears",
     ),
 }
-OF_GRAPHS = ["model.use_te_rng_tracker=true", "rng.te_rng_tracker=true"]
 
 
 @pytest.mark.parametrize("captured", GRAPHS)
 def test_plans_under_bridges_graphs_train_as_without(lab: Lab, captured: str) -> None:
     graphs, text = GRAPHS[captured]
-    run = lab.run("llama-tp2", [*OF_GRAPHS, *graphs, *PLANS], of_job())
+    run = lab.run("llama-tp2", [*graphs, *PLANS], of_job())
     eager = lab.run("llama-tp2", PLANS, of_job())
     assert weights(run) == weights(eager), run.report
     assert losses(run) == losses(eager)
