@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from megatron_snip.errors import SnipError, UsageError
+from megatron_snip.errors import SnipError, UnsupportedError, UsageError
 from megatron_snip.log import log_failure
 
 logger = logging.getLogger(__name__)
@@ -88,6 +88,31 @@ def attempt(what: str, action: Callable[[], T], group: ProcessGroup | None) -> T
     if any_rank(failure is not None, group):
         raise RemoteFailure(what, gather_json(failure, group))
     return result  # type: ignore[return-value]  # no rank failed
+
+
+def unless_refused(what: str, action: Callable[[], T], group: ProcessGroup | None) -> T:
+    """All ranks: run `action`, which may refuse what this rank has; a refusal is every rank's.
+
+    Pipeline stages and experts differ, so a model may be unsupported on some ranks alone.
+
+    Raises:
+        UnsupportedError: on every rank, if `action` raised one on any; it has the messages of all.
+        RemoteFailure: on every rank, if `action` raised another Exception on any.
+    """
+    refusals: list[str] = []
+
+    def outcome() -> T | None:
+        try:
+            return action()
+        except UnsupportedError as error:
+            refusals.extend(error.messages)
+            return None
+
+    result = attempt(what, outcome, group)
+    of_all = dict.fromkeys(text for rank in gather_json(refusals, group) for text in rank)
+    if of_all:
+        raise UnsupportedError(*of_all)
+    return result  # type: ignore[return-value]  # no rank refused
 
 
 def on_rank_0(what: str, action: Callable[[], Any], group: ProcessGroup | None) -> Any:

@@ -53,6 +53,7 @@ def attach(
     Raises:
         SnipError: on every rank, if the settings or the checkpoint's state do not fit the model.
     """
+    from megatron_snip.collectives import unless_refused
     from megatron_snip.linears.availability import resolve_formats
     from megatron_snip.linears.discovery import current_topology
     from megatron_snip.patches.graphs import Graphs
@@ -60,8 +61,8 @@ def attach(
     from megatron_snip.run.controller import SnipController
     from megatron_snip.run.state import resumed_state
 
-    check_modules(model)
     topology = current_topology()
+    unless_refused("checking the model", lambda: check_modules(model), topology.control)
     config = resolve_formats(config, model, topology.control)
     num_done = int(getattr(args, "iteration", 0) or 0)
     state, warning = resumed_state(session.loaded_state, num_done)

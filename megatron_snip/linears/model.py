@@ -2,12 +2,13 @@
 
 from collections import Counter
 from collections.abc import Container, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from megatron.core.utils import get_model_config
 
-from megatron_snip.collectives import gather_json
+from megatron_snip.collectives import gather_json, unless_refused
 from megatron_snip.config import Backend
 from megatron_snip.errors import UnsupportedError
 from megatron_snip.formats import Format
@@ -17,7 +18,12 @@ from megatron_snip.linears.runtime import Runtime
 from megatron_snip.linears.te.fused_mlp import FusedMLP, fused_mlps
 from megatron_snip.linears.te.gathered_weights import GatheredWeights
 from megatron_snip.linears.te.linear import FreshWeights, RecipeTELinear, SimulatedTELinear
-from megatron_snip.linears.te.machine import measured_format, te_support, this_machine
+from megatron_snip.linears.te.machine import (
+    Machine,
+    measured_format,
+    te_support,
+    this_machine,
+)
 from megatron_snip.linears.te.modules import te_kind
 from megatron_snip.options import Option
 from megatron_snip.planning.plan import PrecisionPlan
@@ -56,22 +62,13 @@ class PlannedModel:
         self.runtime = Runtime(topology, seed, microbatch_tokens)
         self.changes: Counter[str] = Counter()
         self._options: Mapping[str, Option] = {}
-        found = find_linears(model, topology)
-        with_te = backend != "simulate" and any(te_kind(module) for module, _ in found)
-        self.backend: Backend = "te" if with_te else "simulate"
-        self.machine = this_machine(with_te, self.config if with_te else None)
-        self.linears = [self._planned(module, places, backend) for module, places in found]
+        self.backend: Backend = "simulate"
+        self.machine: Machine
+        self.linears: list[SimulatedLinear | RecipeTELinear] = []
         self._overrides: list[FreshWeights | GatheredWeights | FusedMLP] = []
-        fused: list[FusedMLP] = []
-        for chunk in self.chunks:
-            fused += fused_mlps(chunk, self.linears, self.runtime)
-            inside = _with_fresh_weights(self.linears, set(chunk.modules()))
-            if inside:
-                stored = [linear.stored for linear in inside if linear.stored is not None]
-                self._overrides += [FreshWeights(chunk, inside), GatheredWeights(chunk, stored)]
-        self._overrides += fused
-        self._own_ties = [list(mlp.names) for mlp in fused]
-        own = [placement for _, placements in found for placement in placements]
+        self._own_ties: list[list[str]] = []
+        reading = partial(self._plan_own_linears, backend)
+        own = unless_refused("reading the model's linears", reading, topology.control)
         self.all_linears: tuple[LinearInfo, ...] = global_linears(own, topology)
         if not self.all_linears:
             raise UnsupportedError(
@@ -198,6 +195,28 @@ class PlannedModel:
             for placement, weight in zip(linear.placements, linear.weights, strict=True)
             if weight.requires_grad
         }
+
+    def _plan_own_linears(self, backend: Backend) -> list[Placement]:
+        """Find this rank's linears and put each under its backend; return where they are.
+
+        Raises:
+            UnsupportedError: if a backend cannot run one of them.
+        """
+        found = find_linears(self.chunks, self.runtime.topology)
+        with_te = backend != "simulate" and any(te_kind(module) for module, _ in found)
+        self.backend = "te" if with_te else "simulate"
+        self.machine = this_machine(with_te, self.config if with_te else None)
+        self.linears = [self._planned(module, places, backend) for module, places in found]
+        fused: list[FusedMLP] = []
+        for chunk in self.chunks:
+            fused += fused_mlps(chunk, self.linears, self.runtime)
+            inside = _with_fresh_weights(self.linears, set(chunk.modules()))
+            if inside:
+                stored = [linear.stored for linear in inside if linear.stored is not None]
+                self._overrides += [FreshWeights(chunk, inside), GatheredWeights(chunk, stored)]
+        self._overrides += fused
+        self._own_ties = [list(mlp.names) for mlp in fused]
+        return [placement for _, placements in found for placement in placements]
 
     def _planned(
         self, module: torch.nn.Module, placements: Sequence[Placement], backend: Backend

@@ -4,6 +4,7 @@ The guard repeats a training step, and an evaluation in two precisions runs each
 """
 
 import copy
+import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -18,8 +19,11 @@ from megatron.core.utils import get_model_config
 from megatron_snip.collectives import any_rank, sum_over
 from megatron_snip.linears.runtime import Runtime
 from megatron_snip.linears.snapshot import TrainingStateSnapshot
+from megatron_snip.log import log_failure
 from megatron_snip.statistics.optimizer_state import gradient_of
 from megatron_snip.topology import Topology
+
+logger = logging.getLogger(__name__)
 
 Results = list[dict[str, Any]]
 """What Megatron's forward-backward function returns."""
@@ -141,7 +145,8 @@ class StepLoss:
 
     and the last rank broadcasts it; in every layout of Megatron it is on the last stage. So all
     ranks hold the same bits and decide alike. Megatron's older form of a report, a mean without a
-    number of tokens, counts as one token.
+    number of tokens, counts as one token. A report that a rank cannot read is logged there, and the
+    step has no loss on any rank.
 
     The constructor does not wait for the device; `value` does.
     """
@@ -154,35 +159,54 @@ class StepLoss:
             topology: this rank's place.
         """
         self._topology = topology
-        self._sums = torch.zeros(2, dtype=torch.float64)
+        self._sums = torch.zeros(3, dtype=torch.float64)
         self._copy_done: torch.cuda.Event | None = None
-        losses = microbatch_losses(results)
-        if losses is None:
+        own = _step_sums(results)
+        if own is None:
             return
-        sums = sum_over(losses.sum(dim=0), topology.data.group)
+        sums = sum_over(own, topology.data.group)
         self._sums = sums.to("cpu", non_blocking=True)
         if sums.is_cuda:
             self._copy_done = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._copy_done.record()
 
     def value(self) -> float | None:
-        """All ranks: return the loss, the same everywhere; None if the schedule reports none."""
+        """All ranks: return the loss, the same everywhere.
+
+        None: the schedule reports none, or a rank could not read its report.
+        """
         if self._copy_done is not None:
             self._copy_done.synchronize()
         if self._topology.control is not None:
             last = self._topology.world_size - 1
             dist.broadcast(self._sums, src=last, group=self._topology.control)
-        total, count = self._sums.tolist()
-        return None if count == 0.0 else float(total / count)
+        total, count, num_unread = self._sums.tolist()
+        return None if num_unread or count == 0.0 else float(total / count)
 
 
 @torch.no_grad()
 def finite_gradients(chunks: Sequence[torch.nn.Module], topology: Topology) -> bool:
     """All ranks: return whether every gradient of every rank is finite."""
-    grads = (gradient_of(weight) for chunk in chunks for weight in chunk.parameters())
-    norms = [torch.linalg.vector_norm(g, ord=math.inf).float() for g in grads if g is not None]
+    found = (gradient_of(weight) for chunk in chunks for weight in chunk.parameters())
+    grads = [grad for grad in found if grad is not None and grad.numel() > 0]
+    norms = [torch.linalg.vector_norm(grad, ord=math.inf).float() for grad in grads]
     is_finite = not norms or bool(torch.isfinite(torch.stack(norms)).all())
     return not any_rank(not is_finite, topology.control)
+
+
+def _step_sums(results: Results) -> torch.Tensor | None:
+    """Return what a rank adds to a step's loss; None where the schedule reports no loss.
+
+    Returns:
+        FP64 [3] on the device: the sum of token losses, the number of tokens, and 1 if this rank
+        cannot read its report, else 0.
+    """
+    try:
+        losses = microbatch_losses(results)
+        return None if losses is None else torch.nn.functional.pad(losses.sum(dim=0), (0, 1))
+    except Exception as error:  # other data ranks wait for this one
+        log_failure(logger, "reading the loss of a step", error)
+        return _on_device(torch.tensor([0.0, 0.0, 1.0], dtype=torch.float64))
 
 
 def microbatch_losses(results: Results) -> torch.Tensor | None:
@@ -201,6 +225,10 @@ def microbatch_losses(results: Results) -> torch.Tensor | None:
 def _loss_and_tokens(reported: Any) -> torch.Tensor:
     """Return one microbatch's [2] FP64 on the device: sum of losses, number of tokens."""
     flat = torch.as_tensor(reported).detach().double().reshape(-1)
+    if flat.numel() not in (1, 2):
+        raise ValueError(
+            f"a microbatch reports {flat.numel()} numbers, not a loss or loss and tokens"
+        )
     return flat if flat.numel() == 2 else torch.stack([flat[0], torch.ones_like(flat[0])])
 
 
@@ -219,7 +247,7 @@ class PairedEvaluation:
     def __init__(self, runtime: Runtime) -> None:
         """Start without microbatches; `runtime` is that of the planned linears."""
         self._runtime = runtime
-        self._sums = torch.zeros(6, dtype=torch.float64)
+        self._sums = torch.zeros(7, dtype=torch.float64)
 
     def run(self, function: ForwardBackward, **kwargs: Any) -> Results:
         """All ranks: return what Megatron's `function` returns under the plan.
@@ -236,32 +264,53 @@ class PairedEvaluation:
         with self._runtime.running_in_bf16():
             in_bf16 = step.run()
         after.restore()
-        self._add(microbatch_losses(results), microbatch_losses(in_bf16))
+        self._add(results, in_bf16)
         return results
 
     def increase(self) -> tuple[float, float] | None:
         """All ranks: return the increase per token and its standard error, or None.
 
-        The error is NaN for a single microbatch. None: no rank reported a loss.
+        The error is NaN for a single microbatch. None: no rank reported a loss, or one could not
+        read its report.
         """
         sums = sum_over(self._sums.clone(), self._runtime.topology.control)
-        n, x, t, xx, xt, tt = sums.tolist()
-        if t <= 0:
+        n, x, t, xx, xt, tt, num_unread = sums.tolist()
+        if t <= 0 or num_unread:
             return None
         mean = x / t
         residual = max(xx - 2 * mean * xt + mean**2 * tt, 0.0)
         return mean, math.sqrt(n / (n - 1) * residual) / t if n > 1 else math.nan
 
-    def _add(self, planned: torch.Tensor | None, in_bf16: torch.Tensor | None) -> None:
-        if planned is None or in_bf16 is None:
+    def _add(self, results: Results, in_bf16: Results) -> None:
+        unread = 0.0
+        try:
+            pairs = _paired_losses(results, in_bf16)
+        except Exception as error:  # other ranks of the same samples wait for this one
+            log_failure(logger, "reading the losses of an evaluation", error)
+            unread = 1.0
+            pairs = _on_device(torch.zeros(2, len(results), dtype=torch.float64))
+        if pairs is None:
             return
-        pairs = torch.stack([planned[:, 0] - in_bf16[:, 0], planned[:, 1]])
         if parallel_state.get_context_parallel_world_size() > 1:  # parts of each sample
             sum_over(pairs, parallel_state.get_context_parallel_group())
         if parallel_state.get_context_parallel_rank() == self._runtime.topology.tensor.rank == 0:
             x, t = pairs.cpu()
             parts = (torch.ones_like(x), x, t, x * x, x * t, t * t)
-            self._sums += torch.stack([part.sum() for part in parts])
+            self._sums[:6] += torch.stack([part.sum() for part in parts])
+        self._sums[6] += unread
+
+
+def _paired_losses(results: Results, in_bf16: Results) -> torch.Tensor | None:
+    """Return FP64 [2, microbatches] on the device: loss under the plan minus BF16, and tokens."""
+    planned = microbatch_losses(results)
+    exact = microbatch_losses(in_bf16)
+    if planned is None or exact is None:
+        return None
+    return torch.stack([planned[:, 0] - exact[:, 0], planned[:, 1]])
+
+
+def _on_device(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.cuda() if torch.cuda.is_available() else tensor
 
 
 @contextmanager

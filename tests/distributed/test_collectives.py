@@ -1,14 +1,26 @@
-"""Sums over ranks."""
+"""Sums over ranks, and refusals of one rank that are every rank's."""
 
+from argparse import Namespace
+from contextlib import nullcontext
 from fractions import Fraction
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from megatron_snip.collectives import any_rank, sum_together
+from megatron_snip.config import SnipConfig
+from megatron_snip.errors import UnsupportedError
+from megatron_snip.linears import model as planned
+from megatron_snip.patches.attach import attach
+from megatron_snip.patches.registry import Session
+from megatron_snip.run.step import StepLoss
+from megatron_snip.topology import Axis, Topology
 from tests.distributed.launch import run_ranks
+from tests.distributed.layouts import PP2
+from tests.distributed.small_model import NARROW, layout
 
 
 def test_sums_are_right_and_the_same_bits_on_any_number_of_ranks() -> None:
@@ -35,3 +47,51 @@ def sums() -> list[dict[str, Any]]:
         flag = any_rank(rank == world - 1, group)
         found.append({"given": given.tolist(), "sum": total, "any": flag})
     return [{}] * rank + found
+
+
+def test_a_model_that_one_stage_cannot_run_is_refused_on_every_rank() -> None:
+    """What a module or a linear of the last stage refuses; the first stage alone would go on."""
+    first, last = run_ranks(2, "tests.distributed.test_collectives:refusals")
+    assert first == last
+    assert "GroupedMLP multiplies without linears" in first["module"]
+    assert first["linear"] == "this linear cannot run"
+
+
+def refusals() -> dict[str, str]:
+    """On ranks: what attaching says on this one."""
+    found = {}
+    with layout({**NARROW, **PP2}) as trainer:
+        model = list(trainer.state.model)
+        refusing: Any = nullcontext()
+        if dist.get_rank() == 1:
+            refusal = UnsupportedError("this linear cannot run")
+            refusing = mock.patch.object(planned, "PlannedLinear", side_effect=refusal)
+        with refusing, pytest.raises(UnsupportedError) as refused:
+            trainer.controller({})
+        found["linear"] = str(refused.value)
+        if dist.get_rank() == 1:
+            model[-1].add_module("experts", GroupedMLP())
+        with pytest.raises(UnsupportedError) as refused:
+            attach(Session(), SnipConfig(), Namespace(), model, None, lambda: (None, None), [])
+        found["module"] = str(refused.value)
+    return found
+
+
+def test_a_loss_that_one_rank_cannot_read_is_none_on_every_rank() -> None:
+    assert run_ranks(2, "tests.distributed.test_collectives:losses") == [[3.0, None]] * 2
+
+
+def losses() -> list[float | None]:
+    """On ranks: a step's loss whose report each rank can read, and one that the last cannot."""
+    group = dist.new_group(backend="gloo")
+    axis = Axis(rank=dist.get_rank(), size=2, group=group)
+    topology = Topology(rank=axis.rank, world_size=2, data=axis, control=group)
+    results = [{"lm loss": torch.tensor([6.0, 2.0])}]
+    readable = StepLoss(results, topology).value()
+    if axis.rank == 1:
+        results = [{"lm loss": torch.empty(0)}]
+    return [readable, StepLoss(results, topology).value()]
+
+
+class GroupedMLP(torch.nn.Module):
+    """Has the name of Megatron's experts that multiply without linears."""

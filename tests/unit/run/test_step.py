@@ -10,10 +10,16 @@ import pytest
 import torch
 
 from megatron_snip.linears.snapshot import TrainingStateSnapshot
+from megatron_snip.log import forget_warnings
 from megatron_snip.run.step import StepLoss, TrainingStep, finite_gradients
 from megatron_snip.topology import Topology
 
 ALONE = Topology()
+
+
+@pytest.fixture(autouse=True)
+def everything_is_logged_again() -> None:
+    forget_warnings()
 
 
 def counting(size: int = 6) -> Iterator[dict[str, int]]:
@@ -80,6 +86,24 @@ def test_microbatches_count_by_their_tokens(reports: list[Any], loss: float | No
     results = [{"lm loss": torch.tensor(report)} for report in reports]
     assert StepLoss(results, ALONE).value() == pytest.approx(loss, abs=0.0, nan_ok=True)
     assert StepLoss([{}], ALONE).value() is None
+
+
+@pytest.mark.parametrize("report", ["no number", torch.empty(0), torch.ones(3, 2), None])
+def test_a_report_that_cannot_be_read_is_no_loss(
+    report: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    results = [{"lm loss": torch.tensor([2.0, 1.0])}, {"lm loss": report}]
+    assert StepLoss(results, ALONE).value() is None
+    assert "reading the loss of a step failed" in caplog.text
+
+
+def test_an_empty_gradient_is_finite() -> None:
+    """An optimizer's shard may hold nothing of a weight."""
+    linear: Any = torch.nn.Linear(2, 2)
+    linear.weight.main_grad = torch.empty(0)
+    assert finite_gradients([linear], ALONE)
+    linear.bias.grad = torch.tensor([1.0, math.nan])
+    assert not finite_gradients([linear], ALONE)
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
