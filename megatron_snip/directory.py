@@ -77,7 +77,9 @@ def check_new_run(directory: Path, overwrite: bool) -> None:
 
 
 def check_plain(directory: Path) -> None:
-    """Refuse entries of a run's directory through which SNIP's files would go elsewhere.
+    """Refuse entries of a run's directory through which SNIP would read or write elsewhere.
+
+    The directory itself may be a link: whoever names it knows where it is.
 
     Raises:
         UsageError: for a link, a pipe, or a folder in place of a file or the other way round.
@@ -96,8 +98,8 @@ def _check_plain(directory: Path, root: Path) -> None:
             continue
         if not is_plain(follow_symlinks=False):
             raise UsageError(
-                f"'{path}' is no {kind}, and SNIP's files would go there or through it; remove "
-                "it, or name another directory"
+                f"'{path}' is no {kind}, and SNIP would read or write there or through it; "
+                "remove it, or name another directory"
             )
         if is_folder:
             _check_plain(path, root)

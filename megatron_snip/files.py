@@ -6,6 +6,7 @@ reader sees the old file or the new one, never a part.
 """
 
 import contextlib
+import errno
 import os
 import re
 import stat
@@ -43,20 +44,22 @@ _MAX_DEPTH = 32
 _MAX_ALIASES = 8
 
 
-def read_text(path: Path, source: str, max_bytes: int = MAX_BYTES) -> str:
+def read_text(path: Path, source: str, max_bytes: int = MAX_BYTES, plain: bool = False) -> str:
     """Read a UTF-8 text file that is not trusted.
 
     Args:
         path: the file.
         source: how error messages call it.
         max_bytes: the largest size that is read.
+        plain: whether a link is refused: for files that the user does not name.
 
     Raises:
         UsageError: if it cannot be read, is not a regular file (a device or a pipe may never
             end), is larger than `max_bytes`, or is not UTF-8.
     """
+    opener = _open_plain if plain else _open_without_waiting
     try:
-        with open(path, "rb", buffering=0, opener=_open_without_waiting) as stream:
+        with open(path, "rb", buffering=0, opener=opener) as stream:
             status = os.fstat(stream.fileno())
             if not stat.S_ISREG(status.st_mode):
                 raise UsageError(f"{source} is not a regular file")
@@ -72,21 +75,24 @@ def read_text(path: Path, source: str, max_bytes: int = MAX_BYTES) -> str:
         raise UsageError(f"{source} is not UTF-8 text") from None
     except (OSError, ValueError) as error:  # ValueError: a NUL in the name
         reason = getattr(error, "strerror", None) or error
+        if plain and getattr(error, "errno", None) == errno.ELOOP:
+            reason = "it is a link, and these are not followed here"
         raise UsageError(f"cannot read {source}: {reason}") from None
 
 
-def read_json(path: Path, what: str) -> Any:
+def read_json(path: Path, what: str, plain: bool = False) -> Any:
     """Read a JSON file.
 
     Args:
         path: the file.
         what: the kind of file for error messages, e.g. `problem file`.
+        plain: as in `read_text`.
 
     Raises:
         UsageError: for the reasons of `read_text` and `parse_json`; one line.
     """
     source = f"{what} '{path}'"
-    return parse_json(read_text(path, source), source)
+    return parse_json(read_text(path, source, plain=plain), source)
 
 
 def parse_json(text: str, source: str) -> Any:
@@ -303,3 +309,7 @@ def write_atomic(path: Path, text: str) -> None:
 def _open_without_waiting(path: str, flags: int) -> int:
     """Open a file; a pipe without its other end, or a file of /proc, is an error where it waits."""
     return os.open(path, flags | os.O_NONBLOCK)
+
+
+def _open_plain(path: str, flags: int) -> int:
+    return _open_without_waiting(path, flags | os.O_NOFOLLOW)

@@ -74,6 +74,7 @@ MEGATRON_LM = Loop(
         train_step.train_step,
         train_step.step_end,
         train_step.evaluation,
+        train_step.evaluations,
         train_step.schedule,
         checkpoint.save,
         checkpoint.load,

@@ -100,6 +100,7 @@ class Session:
         controller: attached to the model, or None.
         loaded_state: SNIP's state in the checkpoint that Megatron has loaded, or None.
         evaluating: what runs Megatron's schedule within an evaluation; None outside of one.
+        evaluates_test_set: whether an evaluation of the test set runs.
         graphs: CUDA graphs and the plans under which they were captured; None without a controller.
         graph_helpers: what captures layers -> the arguments that it was made from.
     """
@@ -112,6 +113,7 @@ class Session:
     controller: SnipController | None = None
     loaded_state: dict[str, Any] | None = None
     evaluating: Callable[..., Any] | None = None
+    evaluates_test_set: bool = False
     graphs: Graphs | None = None
     graph_helpers: dict[Any, dict[str, Any]] = field(default_factory=dict)
 

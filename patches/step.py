@@ -63,7 +63,7 @@ def end_step(
     controller.end_iteration(iteration, values)
 
 
-def run_evaluation(call: Call, session: Session) -> Any:
+def run_evaluation(call: Call, session: Session, of_test_set: bool) -> Any:
     """Run a call of a loop's `evaluate` in the plan's precision, in BF16, or in both.
 
     Item 0 of its result are the losses.
@@ -71,12 +71,14 @@ def run_evaluation(call: Call, session: Session) -> Any:
     controller = session.controller
     if controller is None:
         return call.run()
-    with controller.evaluation() as session.evaluating:
+    name = controller.name_evaluation(of_test_set)
+    with controller.evaluation(name) as session.evaluating:
         try:
             result = call.run()
         finally:
             session.evaluating = None
-    controller.metrics.evaluated(result[0])
+    controller.metrics.evaluated(result[0], name)
+    controller.end_evaluation()
     return result
 
 

@@ -8,7 +8,6 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from megatron_snip.cli.common import write_output
-from megatron_snip.directory import check_plain
 from megatron_snip.errors import UsageError
 
 DIRECTORY = "report"
@@ -47,8 +46,6 @@ def run(args: argparse.Namespace) -> int:
     run = read_run(args.run)
     source = args.reference or (None if run.snip is None else run.snip.reference)
     reference = None if source is None else read_reference(source)
-    if args.output is None:
-        check_plain(args.run)  # links in it are not followed
     output = args.run / DIRECTORY if args.output is None else args.output
     write_output(output / FILE, make_report(run, reference), make_folder=True)
     print(output / FILE)

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_snip.cli.common import integer, new_table
+from megatron_snip.directory import check_plain
 from megatron_snip.errors import UsageError
 from megatron_snip.files import read_json
 from megatron_snip.output import console, csv_text
@@ -108,6 +109,7 @@ def _print_health(health: HealthTable) -> None:
 
 def _find(folder: Path, iteration: int | None) -> Path:
     run = folder.parent
+    check_plain(run)
     files = numbered_files(folder)
     if not files:
         raise UsageError(f"no statistics in '{run}': a refresh writes {folder}/<iteration>.json")

@@ -92,9 +92,12 @@ class Metrics:
 
     Attributes:
         values: loss, grad_norm, lr and others, as the training loop measured them.
+        is_addition: whether they belong to the iteration that was reported last: evaluations after
+            the end of training.
     """
 
     values: dict[str, Any]
+    is_addition: bool = False
 
 
 Payload = PlanApplied | Measurement | Notice | Metrics

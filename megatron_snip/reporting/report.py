@@ -14,6 +14,7 @@ from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 from matplotlib.figure import Figure
 
+from megatron_snip.directory import check_plain
 from megatron_snip.errors import SnipError, UsageError, listing, printable
 from megatron_snip.planning.planner import frontier
 from megatron_snip.planning.settings import PlanSettings
@@ -47,6 +48,8 @@ def read_reference(path: Path) -> Reference:
     """
     if not path.exists():
         raise UsageError(f"cannot find the reference '{path}'; give a run or its metrics.jsonl")
+    if path.is_dir():
+        check_plain(path)
     metrics = read_metrics(path / "metrics.jsonl" if path.is_dir() else path)
     name = (path if path.is_dir() else path.parent).resolve().name
     bf16 = metrics.total("lowest_precision_fraction") == 0

@@ -13,7 +13,9 @@ A line of metrics.jsonl holds `iteration` (Megatron's, 1-based), what the traini
 (loss, grad_norm, lr, tokens_per_s, validation_loss where there was one; step_s, the seconds of its
 training step, where it measured nothing and was not the first under its plan),
 `lowest_precision_fraction` (share of the linears' FLOPs in the lowest precision) and `wall_s`, the
-seconds since the line before (evaluations and checkpoints included). Where they happened, also:
+seconds since the line before (evaluations and checkpoints included). Evaluations after the end of
+training add their values to the last line (final_validation_loss, test_loss). Where they happened,
+also:
 
     refresh_s         seconds that measuring added to this iteration's refresh (part of wall_s)
     plan_iteration    the plan applied before this iteration: plans/<plan_iteration>.json
@@ -72,6 +74,8 @@ class RunDirectory:
         path.mkdir(parents=True, exist_ok=True)
         self._metrics: IO[str] | None = None
         self._row: dict[str, Any] = {}
+        self._last_row: dict[str, Any] = {}
+        self._last_row_start = 0  # in the file
         self._last_row_at = time.perf_counter()
 
     def start(self, config: dict[str, Any]) -> None:
@@ -92,6 +96,8 @@ class RunDirectory:
                 self._plan(event.iteration, applied)
             case Notice(kind, message):
                 self._row.setdefault("notices", []).append({"kind": kind, "message": message})
+            case Metrics(values, is_addition=True):
+                self._complete_last_row(values)
             case Metrics(values):
                 now = time.perf_counter()
                 wall = {"wall_s": now - self._last_row_at}
@@ -104,7 +110,23 @@ class RunDirectory:
         if self._metrics is None:
             # Line buffered: a killed run never leaves half a line for the next one to append to.
             self._metrics = (self.path / "metrics.jsonl").open("a", buffering=1, encoding="utf-8")
+        self._last_row = row
+        self._last_row_start = self._metrics.tell()
         self._metrics.write(json.dumps(without_nan(row)) + "\n")
+
+    def _complete_last_row(self, values: dict[str, Any]) -> None:
+        """Add values to the last line of metrics.jsonl.
+
+        The longer line is written over it at once, so a killed run loses neither.
+        """
+        if self._metrics is None:
+            return
+        self._last_row = {**self._last_row, **values}
+        line = json.dumps(without_nan(self._last_row)) + "\n"
+        with open(self._metrics.name, "r+b", buffering=0) as stream:
+            stream.seek(self._last_row_start)
+            stream.write(line.encode())
+            stream.truncate()
 
     def close(self) -> None:
         """Sync, close and release the lock; a second call does nothing."""

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from pydantic import AfterValidator, BaseModel, Field
 
 from megatron_snip.config import SnipConfig, make_config
+from megatron_snip.directory import check_plain
 from megatron_snip.errors import UsageError
 from megatron_snip.files import (
     Label,
@@ -254,12 +255,14 @@ def read_run(path: Path) -> RunRecord:
     """Read a run's directory.
 
     Raises:
-        UsageError: if it is not a run directory, no iteration has ended, or a file is damaged.
+        UsageError: if it is not a run directory, no iteration has ended, or a file is damaged or
+            a link.
     """
     if not path.exists():
         raise UsageError(f"cannot find the run directory '{path}'")
     if not path.is_dir():
         raise UsageError(f"'{path}' is a file; give the run's directory")
+    check_plain(path)
     settings = path / "config.yaml"
     versions = path / "versions.json"
     inside = path / "snip"

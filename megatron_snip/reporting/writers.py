@@ -24,6 +24,7 @@ the lowest precision and at what cost, which linears suffer:
     snip/eval/loss_increase          loss under the plan minus that in BF16, on the same samples
     snip/eval/loss_increase_error    its standard error over microbatches
     snip/eval/loss_divergence        of the plan, by the last measurement; a score
+    snip/eval/<name>_loss_...        the same of final_validation and test, after training
     snip/health/<measure>/<operand>/<worst or median>    over linears, in the lowest precision
     snip/divergence/..., snip/refresh/..., snip/training/...   details
 
@@ -142,7 +143,7 @@ class ScalarSeries:
                 self._failed += kind == "refresh_failed"
                 self._guarded += kind == "guard"
                 found = self._counters()
-            case Metrics(metrics):
+            case Metrics(values=metrics):
                 wanted = {k: v for k, v in metrics.items() if k not in self._left_out}
                 names = {k: k if "/" in k else f"training/{k}" for k in wanted} | _METRIC_NAMES
                 found = {f"snip/{names[k]}": v for k, v in wanted.items()} | self._counters()
@@ -180,8 +181,10 @@ class _Dashboard(ABC):
     def write(self, event: Event) -> None:
         """Write an event."""
         scalars = self._scalars.values(event)
-        if not isinstance(event.payload, Metrics) or event.iteration % self._interval == 0:
-            self._log(event.iteration, event.payload, scalars)
+        payload = event.payload
+        is_ordinary = isinstance(payload, Metrics) and not payload.is_addition
+        if not is_ordinary or event.iteration % self._interval == 0:
+            self._log(event.iteration, payload, scalars)
 
     @abstractmethod
     def _show(self, config: dict[str, Any]) -> None: ...

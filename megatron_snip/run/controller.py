@@ -11,6 +11,7 @@ If measuring, planning or applying fails on one rank, all ranks keep the current
 continue. A plan that breaks the loss is reverted (guard.py).
 """
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -135,6 +136,10 @@ class SnipController:
         # Evaluations, and the mean seconds of ordinary iterations under the current plan, wait here
         # for the next report.
         self._evaluated: dict[str, Any] = {}
+        self._evaluations: Counter[str] = Counter()  # since the last iteration began
+        self._iteration = 0 if state is None else state.iteration  # that began last
+        self._is_in_iteration = False
+        self._has_trained = False
         self._step_s: list[float] = []
         self._is_ordinary = False  # whether the current iteration's seconds are those of the plan
         self._warn_if_nothing_is_measured(train_iters)
@@ -176,6 +181,9 @@ class SnipController:
             What `function` returns.
         """
         set_iteration(iteration)
+        self._iteration = iteration
+        self._is_in_iteration = True
+        self._evaluations.clear()
         step = TrainingStep(function, kwargs)
         self._guard.read_loss()
         self._apply_due_plan(iteration, kwargs.get("num_microbatches", 1))
@@ -204,6 +212,8 @@ class SnipController:
                 dropped if the iteration measured, was watched by the guard, or was the first under
                 its plan or in this process.
         """
+        self._is_in_iteration = False
+        self._has_trained = True
         self._guard.read_loss()
         if not self._is_ordinary:
             metrics = {name: value for name, value in metrics.items() if name != "step_s"}
@@ -214,9 +224,24 @@ class SnipController:
         self._reporter.write(Event(iteration, Metrics(metrics | fraction | self._evaluated)))
         self._evaluated = {}
 
+    def name_evaluation(self, of_test_set: bool = False) -> str:
+        """All ranks: return the name of the evaluation that comes next.
+
+        `validation` within an iteration, `final_validation` after the last one, `test`; with a
+        number from the second of several sets on.
+        """
+        name = "validation" if self._is_in_iteration else "final_validation"
+        name = "test" if of_test_set else name
+        self._evaluations[name] += 1
+        number = self._evaluations[name]
+        return name if number == 1 else f"{name}_{number}"
+
     @contextmanager
-    def evaluation(self) -> Iterator[ForwardBackward]:
+    def evaluation(self, name: str = "validation") -> Iterator[ForwardBackward]:
         """All ranks: the context in which an evaluation runs, in the plan's precision or BF16.
+
+        Args:
+            name: of the evaluation, in the log and in metrics.
 
         Yields:
             What to call in place of Megatron's forward-backward function, which is its first
@@ -228,11 +253,24 @@ class SnipController:
             yield paired.run
             found = paired.increase()
             if found is not None:
-                self._report_increase(runtime.iteration, *found)
+                self._report_increase(name, *found)
         else:
             is_bf16 = self.config.eval_precision == "bf16"
             with runtime.running_in_bf16() if is_bf16 else nullcontext():
                 yield run_once
+
+    def end_evaluation(self) -> None:
+        """All ranks, after an evaluation in Megatron's loop: report it if no iteration will.
+
+        Those after the last iteration complete its metrics. A process that has not trained
+        (`--skip-train`) has no such metrics, and only logs.
+        """
+        if self._is_in_iteration:
+            return
+        metrics = self.metrics.finish(lr=None, tokens=0, log_losses=False) | self._evaluated
+        self._evaluated = {}
+        if self._has_trained:
+            self._reporter.write(Event(self._iteration, Metrics(metrics, is_addition=True)))
 
     def state(self, iteration: int) -> ControllerState:
         """Return what a checkpoint after `iteration` keeps; the same on all ranks."""
@@ -290,6 +328,8 @@ class SnipController:
         num_done = 0 if state is None else state.iteration
         if state is not None and not is_resumed:
             self.history.append((num_done + 1, self.plan.digest))
+            former, _ = self._plans.fitted(state.plan)  # what the guard may fall back to
+            self._guard.plan_changed(former)
         # A first plan of BF16 that the first refresh replaces is not worth a line.
         if num_changed or self.history or not self._schedule.makes_plans:
             self._report_plan(num_done + 1, num_changed, resumed=is_resumed)
@@ -478,15 +518,17 @@ class SnipController:
         self._step_s = []
         return applied
 
-    def _report_increase(self, iteration: int, increase: float, error: float) -> None:
-        """All ranks: log what the plan costs an evaluation; `end_iteration` reports it."""
+    def _report_increase(self, name: str, increase: float, error: float) -> None:
+        """All ranks: log what the plan costs an evaluation, and keep it for the next report."""
         predicted = self._observations.loss_divergence(self.plan)
-        self._evaluated = {
-            "eval/loss_increase": increase,
-            "eval/loss_increase_error": error,
-            "eval/loss_divergence": predicted,
+        prefix = "eval/" if name == "validation" else f"eval/{name}_"
+        self._evaluated |= {
+            f"{prefix}loss_increase": increase,
+            f"{prefix}loss_increase_error": error,
+            f"{prefix}loss_divergence": predicted,
         }
         text = f"{increase:+.4g} +- {error:.2g} nat a token against bf16"
         score = "" if predicted is None else f", loss divergence of the plan {predicted:.4g}"
-        label = f"evaluation under {self.plan.label}"
-        self._reporter.log(f"iteration {iteration}: {label}: {text}{score}")
+        kind = "evaluation" if name == "validation" else f"{name.replace('_', ' ')} evaluation"
+        label = f"{kind} under {self.plan.label}"
+        self._reporter.log(f"iteration {self._iteration}: {label}: {text}{score}")

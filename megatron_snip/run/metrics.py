@@ -35,9 +35,9 @@ class StepMetrics:
         self._losses["loss"] = _first(losses)
         self._grad_norm = grad_norm
 
-    def evaluated(self, losses: Any) -> None:
-        """Record an evaluation; `losses` as in `trained`."""
-        self._losses["validation_loss"] = _first(losses)
+    def evaluated(self, losses: Any, name: str) -> None:
+        """Record the evaluation called `name`; `losses` as in `trained`."""
+        self._losses[f"{name}_loss"] = _first(losses)
 
     def finish(self, lr: float | None, tokens: int, log_losses: bool) -> dict[str, Any]:
         """All ranks: return the iteration's metrics and clear them.
@@ -48,7 +48,7 @@ class StepMetrics:
             log_losses: whether to report the loss; the same on all ranks.
 
         Returns:
-            grad_norm, lr, tokens_per_s, step_s; loss with `log_losses`; validation_loss after an
+            grad_norm, lr, tokens_per_s, step_s; loss with `log_losses`; <name>_loss after an
             evaluation. A loss that the last rank does not have is NaN.
         """
         names = [name for name in self._losses if log_losses or name != "loss"]

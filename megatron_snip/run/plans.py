@@ -533,7 +533,7 @@ def _recorded_recipes(plan_file: Path) -> dict[str, str]:
     digest = read_plan(plan_file).digest
     for path in sorted((plan_file.parent.parent / "precision").glob("*.json")):
         try:
-            table = read_json(path, "precision file")
+            table = read_json(path, "precision file", plain=True)
             if table["plan_digest"] == digest:
                 return {str(row["option"]): str(row["recipe"]) for row in table["linears"]}
         except (UsageError, KeyError, TypeError):

@@ -123,7 +123,7 @@ def latest_iteration(folder: Path) -> int | None:
     pointer = folder / POINTER
     if not pointer.exists():
         return None
-    text = read_text(pointer, f"'{pointer}'").strip()
+    text = read_text(pointer, f"'{pointer}'", plain=True).strip()
     if not text.isdecimal() or len(text) > 18:
         raise UsageError(f"'{pointer}' must hold a number of iterations, got '{text[:40]}'")
     read_saved_run(checkpoint_path(folder, int(text)))
@@ -140,7 +140,7 @@ def read_saved_run(path: Path) -> SavedRun:
         if not (path / name).is_file():
             raise UsageError(f"'{path}' is not a complete checkpoint of this trainer: no '{name}'")
     file = path / SETTINGS
-    value = read_json(file, "checkpoint settings")
+    value = read_json(file, "checkpoint settings", plain=True)
     source = f"checkpoint settings '{file}'"
     return read_record(SavedRun, value, source, SCHEMA_VERSION)
 

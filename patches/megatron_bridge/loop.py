@@ -82,7 +82,7 @@ def step_end(call: Call, session: Session) -> Any:
 @patch(EVAL, "evaluate", needs=("state",), returns=1)
 def evaluation(call: Call, session: Session) -> Any:
     """Evaluate in the plan's precision, in BF16, or in both."""
-    return run_evaluation(call, session)
+    return run_evaluation(call, session, bool(call.arguments.get("is_test", False)))
 
 
 @patch(EVAL, "get_forward_backward_func")

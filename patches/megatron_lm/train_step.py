@@ -38,7 +38,17 @@ def step_end(call: Call, session: Session) -> Any:
 @patch(TRAINING, "evaluate", needs=("forward_step_func",), returns=1)
 def evaluation(call: Call, session: Session) -> Any:
     """Evaluate in the plan's precision, in BF16, or in both."""
-    return run_evaluation(call, session)
+    return run_evaluation(call, session, session.evaluates_test_set)
+
+
+@patch(TRAINING, "evaluate_and_print_results", needs=("prefix",), optional=True)
+def evaluations(call: Call, session: Session) -> Any:
+    """Note which samples the evaluations within use; Megatron says it in its log alone."""
+    session.evaluates_test_set = "on test set" in str(call.arguments["prefix"])
+    try:
+        return call.run()
+    finally:
+        session.evaluates_test_set = False
 
 
 @patch(TRAINING, "get_forward_backward_func")

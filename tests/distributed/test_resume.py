@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from megatron_snip.errors import SnipError
 from megatron_snip.planning.plan import PrecisionPlan, write_plan
+from megatron_snip.run.guard import WATCHED_ITERATIONS
 from megatron_snip.run.state import ControllerState
 from tests.distributed.launch import Server
 from tests.distributed.layouts import TP2
@@ -47,11 +48,15 @@ def resume(
         except SnipError as error:
             return {"error": str(error)}
         at_start = controller.plan
+        guard = controller.state(stop).guard
+        watch = None if guard is None else guard.loss.watch
         trainer.advance(2, controller)
         controller.close()
         return {
             "before": options(before),
             "at start": options(at_start),
+            "watched": None if watch is None else watch.left,
+            "fallback": None if guard is None or guard.good is None else options(guard.good),
             "first iteration": options(plan_of_iteration(trainer, at_start, stop + 1)),
             "fractions": [v["lowest_precision_fraction"] for _, v in trainer.events.metrics],
             "shares": [applied.format_shares for _, applied in trainer.events.applied],
@@ -174,8 +179,12 @@ def test_a_new_plan_file_is_the_plan_and_the_same_one_is_not(
     assert on_ranks(server, "start", snip={}, file=str(file)) == ""
     run = on_ranks(server, "resume", changes={"plan_file": str(file)})
     assert set(run["at start"]) == set(run["first iteration"]) == {"fp4"}
+    # The guard judges it as it does every plan, and can go back to the checkpoint's.
+    assert run["watched"] == WATCHED_ITERATIONS
+    assert run["fallback"] == run["before"]
     run = on_ranks(server, "resume", changes={}, former={"plan_file": str(file)})
     assert run["at start"] == run["before"]
+    assert run["watched"] == WATCHED_ITERATIONS - 2  # of the stopped run, since iteration 4
     assert "fp8" in run["before"]
 
 

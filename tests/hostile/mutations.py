@@ -85,19 +85,26 @@ def _keys_changed(value: Any, at: Path, how: str, name: str) -> str:
     return with_text(value, at, changed[how])
 
 
-def mutants(value: Any) -> st.SearchStrategy[bytes]:
-    """Return a strategy of hostile files made from a good document."""
-    text = json.dumps(value)
+def changed_documents(value: Any) -> st.SearchStrategy[str]:
+    """Return a strategy of documents in which one value or key of a good one is another."""
     places = st.sampled_from(paths(value))
-    positions = st.integers(0, len(text))
     return st.one_of(
-        st.builds(lambda at, new: with_text(value, at, new).encode(), places, VALUES_STRATEGY),
+        st.builds(lambda at, new: with_text(value, at, new), places, VALUES_STRATEGY),
         st.builds(
-            lambda at, how, name: _keys_changed(value, at, how, name).encode(),
+            lambda at, how, name: _keys_changed(value, at, how, name),
             places,
             st.sampled_from(["removed", "renamed", "added", "twice"]),
             st.sampled_from(["", "x", "__class__", "../x", "version", "\u0000"]),
         ),
+    )
+
+
+def mutants(value: Any) -> st.SearchStrategy[bytes]:
+    """Return a strategy of hostile files made from a good document."""
+    text = json.dumps(value)
+    positions = st.integers(0, len(text))
+    return st.one_of(
+        changed_documents(value).map(str.encode),
         st.builds(lambda a: text[:a].encode(), positions),
         st.builds(
             lambda a, b: (text[: min(a, b)] + text[max(a, b) :]).encode(), positions, positions

@@ -14,6 +14,7 @@ from tests.megatron.lab import (
     applied_plans,
     logged,
     read_lines,
+    saving,
     snip_lines,
     weights,
 )
@@ -119,6 +120,28 @@ def test_an_evaluation_in_both_precisions_is_one_under_the_plan_and_one_in_bf16(
         increase = under_plan["validation_loss"] - in_bf16["validation_loss"]
         assert row["eval/loss_increase"] == pytest.approx(increase, rel=1e-3, abs=1e-6) != 0
         assert row["eval/loss_increase_error"] > 0 and row["eval/loss_divergence"] > 0
+    # The evaluations after training use other samples than that of the last iteration.
+    names = ("", "final_validation_", "test_")
+    found = [rows[-1][f"eval/{name}loss_increase"] for name in names]
+    assert len(set(found)) == 3
+    assert rows[-1]["final_validation_loss"] != rows[-1]["test_loss"]
+    assert rows[-1]["loss"] > 0 and rows[-1]["wall_s"] > 0
+    lines = "\n".join(snip_lines(runs["both"]))
+    for kind, increase in zip(("", "final validation ", "test "), found, strict=True):
+        assert f"iteration 10: {kind}evaluation under the" in lines
+        assert f": {increase:+.4g} +-" in lines
+
+
+def test_a_job_that_only_evaluates_names_its_iteration_and_adds_no_metrics(lab: Lab) -> None:
+    both = [*SNIP, "--snip-eval-precision", "both"]
+    folder = lab.output("evaluated")
+    lab.run("one", [*both, *saving(folder, at=100)]).finished()
+    run = lab.run("one", [*both, "--load", str(folder), "--skip-train"])
+    run.finished()
+    lines = snip_lines(run)
+    assert any("iteration 10: final validation evaluation under" in line for line in lines), lines
+    assert not any("iteration 0:" in line for line in lines)
+    assert not (run.output / "metrics.jsonl").exists()
 
 
 def test_a_second_training_in_the_process_is_the_first_again(lab: Lab) -> None:

@@ -2,10 +2,10 @@
 
     python -m pytest tests/nightly/inputs.py
 
-The files are those that a small run of `megatron-snip train` writes, its checkpoint's run.json and
-the exports of its plan. Each is changed by `tests/hostile/mutations.py`, which knows its structure,
-and read by the commands that a user would give it to. An answer takes at most `CPU_S` of CPU more
-than that to the good file.
+The files are those that a small run of `megatron-snip train` writes, its checkpoint's run.json, the
+exports of its plan, and SNIP's state in a checkpoint. Each is changed by
+`tests/hostile/mutations.py`, which knows its structure, and read by the commands that a user would
+give it to. An answer takes at most `CPU_S` of CPU more than that to the good file.
 """
 
 import io
@@ -19,16 +19,22 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 from hypothesis import HealthCheck, given, settings
 
 from megatron_snip.__main__ import main
 from megatron_snip.cli.commands import build_parser
 from megatron_snip.cli.train import read_settings
-from megatron_snip.errors import UsageError
+from megatron_snip.errors import LONGEST, SnipError, UsageError, shown
+from megatron_snip.planning.plan import PrecisionPlan
+from megatron_snip.planning.planner import make_plan
+from megatron_snip.run.state import resumed_state
 from megatron_snip.trainer.session import check_run
+from tests.distributed.launch import run_ranks
+from tests.distributed.small_model import NARROW, layout
 from tests.distributed.test_trainer import command, run_command
-from tests.hostile.mutations import mutants
+from tests.hostile.mutations import changed_documents, mutants
 
 CPU_S = 2.0
 
@@ -114,6 +120,82 @@ def test_an_answer_is_one_line_or_success(name: str, words: str, folder: Path) -
         one()
     finally:
         path.write_bytes(good)
+
+
+def test_a_checkpoints_state_is_refused_in_one_line_or_trains_on() -> None:
+    """A state of which one value or key is another, through torch's file and a controller."""
+    (found,) = run_ranks(1, "tests.nightly.inputs:states")
+    assert found["tracebacks"] == []
+    assert found["refused"] > 0 and found["trained"] > 0
+    assert not any("\n" in text or len(text) > LONGEST for text in found["texts"])
+
+
+def states() -> dict[str, Any]:
+    """On a rank: resume from hostile states and train two iterations.
+
+    The state is written with a measurement done, a plan applied and watched, and a problem in
+    flight.
+    """
+    found: dict[str, Any] = {"refused": 0, "trained": 0, "texts": set()}
+    with layout({**NARROW, "num_layers": 1, "train_iters": 100_000}) as trainer:
+        controller = trainer.controller(STATE_SNIP, InProcess())
+        trainer.advance(7, controller)
+        good = controller.state(7).to_dict()
+        assert None not in (good["solve"], good["guard"], good["observations"])
+        controller.close()
+        del trainer.tracebacks[:]
+
+        @settings(
+            max_examples=400,
+            derandomize=True,
+            deadline=None,
+            database=None,
+            suppress_health_check=list(HealthCheck),
+        )
+        @given(text=changed_documents(good))
+        def one(text: str) -> None:
+            try:
+                value = saved_and_loaded(json.loads(text))
+            except (ValueError, UnicodeEncodeError):
+                return  # nothing that a checkpoint can hold
+            trainer.step = 7
+            try:
+                state, _ = resumed_state(value, 7)
+                controller = trainer.controller(STATE_SNIP, InProcess(), state)
+            except SnipError as error:
+                found["refused"] += 1
+                found["texts"].add(shown(error))
+                return
+            trainer.advance(3, controller)
+            controller.close()
+            found["trained"] += 1
+
+        one()
+        return {**found, "texts": sorted(found["texts"]), "tracebacks": trainer.tracebacks}
+
+
+STATE_SNIP = {"interval": 4, "start_step": 2, "lag": 2, "efficiency_target": 0.5}
+"""Refreshes at 2 and 6; their plans are due before iterations 4 and 8."""
+
+
+class InProcess:
+    """Solves where it is asked, without a process."""
+
+    def submit(self, *request: Any) -> None:
+        self._request = request
+
+    def result(self, timeout_s: float) -> PrecisionPlan:
+        return make_plan(*self._request)
+
+    def close(self) -> None:
+        pass
+
+
+def saved_and_loaded(value: Any) -> Any:
+    file = io.BytesIO()
+    torch.save(value, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
 
 
 def document(name: str, content: bytes) -> Any:

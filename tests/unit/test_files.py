@@ -112,7 +112,7 @@ def test_links_are_not_followed(tmp_path: Path) -> None:
     assert list(own_files(run)) == []
     for name in sorted([*folders, "metrics.jsonl"]):
         kind = "folder" if name in folders else "regular file"
-        with pytest.raises(UsageError, match=f"is no {kind}, and SNIP's files would go"):
+        with pytest.raises(UsageError, match=f"is no {kind}, and SNIP would read or write"):
             check_new_run(run, overwrite=True)
         (run / name).unlink()
     (run / "data" / "python-source-0").mkdir(parents=True)

@@ -33,6 +33,7 @@ def controller(fake: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     registry.install({"--snip"})
     controller = MagicMock()
     controller.metrics = StepMetrics(Topology())
+    controller.name_evaluation.return_value = "validation"
     registry.session.controller = controller
     registry.session.graphs = Graphs(MagicMock())
     controller.forward_backward.side_effect = lambda iteration, function, **given: function(**given)
@@ -70,7 +71,9 @@ def test_an_evaluation_is_reported_once(fake: Any, controller: Any) -> None:
     expected = ({"lm loss": 1.5}, None, False)
     assert fake.training.evaluate("step", "data", model="model") == expected
     names = [name for name, *_ in controller.mock_calls]
-    assert names == ["evaluation", "evaluation().__enter__", "evaluation().__exit__"]
+    entered = ["evaluation", "evaluation().__enter__", "evaluation().__exit__"]
+    assert names == ["name_evaluation", *entered, "end_evaluation"]
+    controller.evaluation.assert_called_once_with("validation")
     end_step(fake, 1)
     end_step(fake, 3)
     first, second = (call.args[1] for call in controller.end_iteration.call_args_list)

@@ -16,6 +16,7 @@ from megatron_snip.errors import UsageError
 from megatron_snip.planning.plan import read_plan
 from megatron_snip.planning.problem import read_problem
 from megatron_snip.reporting.events import Event, Metrics, Notice, Reporter
+from megatron_snip.reporting.report import read_reference
 from megatron_snip.reporting.run_directory import OldRun, RunDirectory, open_run
 from megatron_snip.reporting.run_record import read_metrics, read_run
 from tests.processes import run_python
@@ -72,6 +73,20 @@ def test_every_event_is_in_its_file(tmp_path: Path) -> None:
         "notices": [{"kind": "refresh_failed", "message": "why"}],
     }
     assert second == {"iteration": 35, "loss": None, "grad_norm": None}
+
+
+def test_evaluations_after_training_complete_the_last_line(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path)
+    run.write(Event(1, Metrics({"final_validation_loss": 3.0}, is_addition=True)))  # none yet
+    for iteration in (1, 2):
+        run.write(Event(iteration, Metrics({"loss": 2.0})))
+    run.write(Event(2, Metrics({"final_validation_loss": 1.5}, is_addition=True)))
+    run.write(Event(2, Metrics({"test_loss": 1.6}, is_addition=True)))
+    run.close()
+    first, second = rows(run.path)
+    assert first == {"iteration": 1, "loss": 2.0, "wall_s": first["wall_s"]}
+    added = {"final_validation_loss": 1.5, "test_loss": 1.6}
+    assert second == {"iteration": 2, "loss": 2.0, "wall_s": second["wall_s"], **added}
 
 
 def test_a_resumed_run_appends_and_writes_its_plan_only_where_it_is_missing(tmp_path: Path) -> None:
@@ -266,3 +281,22 @@ def test_a_plan_that_is_missing_is_named(run: Path) -> None:
     (run / "plans" / "19.json").unlink()
     with pytest.raises(UsageError, match=r"19\.json"):
         read_run(run)
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "config.yaml", "plans", "divergences/30.json"])
+def test_a_run_is_not_read_through_links_in_it(tmp_path: Path, name: str) -> None:
+    """Whoever writes a run's directory would choose what a report shows; its own path is ours."""
+    path = write_run(tmp_path / "run", NOTICED)
+    linked = tmp_path / "linked"
+    linked.symlink_to(path)
+    whole = read_run(linked)
+    (path / name).rename(tmp_path / "elsewhere")
+    (path / name).symlink_to(tmp_path / "elsewhere")
+    kind = "folder" if name == "plans" else "regular file"
+    with pytest.raises(UsageError, match=f"{name}' is no {kind}"):
+        read_run(path)
+    with pytest.raises(UsageError, match=f"{name}' is no {kind}"):
+        read_reference(path)
+    (path / name).unlink()
+    (tmp_path / "elsewhere").rename(path / name)
+    assert read_run(path).metrics == whole.metrics
