@@ -170,7 +170,8 @@ class SnipController:
     def forward_backward(self, iteration: int, function: ForwardBackward, **kwargs: Any) -> Results:
         """All ranks: run an iteration's forward-backward under the plan, observed if it is due.
 
-        Megatron may call this several times for one iteration.
+        Megatron's rerun state machine may repeat an iteration whose result it doubts. Training goes
+        on with the last run's gradients, so what the last run measured counts.
 
         Args:
             iteration: Megatron's iteration (1-based).
@@ -424,7 +425,7 @@ class SnipController:
                         f"{MIN_OPTIMIZER_STEPS} steps"
                     )
                 self._schedule.wait()
-        return self._schedule.take_part(iteration)
+        return self._schedule.part(iteration)
 
     def _plan_for_new_target(self, iteration: int) -> None:
         """All ranks: if the target is about to change, plan anew from the last measurement."""

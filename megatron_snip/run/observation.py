@@ -80,6 +80,25 @@ def observing(observation: Observation | None) -> AbstractContextManager[None]:
     return nullcontext() if observation is None else observation.running()
 
 
+@dataclass(frozen=True)
+class _Measured:
+    """What was measured before an iteration.
+
+    Attributes:
+        iteration: the iteration that follows.
+        mean: the running mean of the statistics, or None.
+        seconds: wall time that measuring has added since the refresh began.
+        failure: the first reason why a part was not measured since then, or None.
+        health: by linear, of the parts since then.
+    """
+
+    iteration: int
+    mean: StatisticsTable | None
+    seconds: float
+    failure: str | None
+    health: dict[str, LinearHealth]
+
+
 class Observations:
     """The measurements of a run; all ranks call every method together.
 
@@ -110,6 +129,7 @@ class Observations:
         self._seconds = 0.0
         self._failure: str | None = None
         self._health: dict[str, LinearHealth] = {}
+        self._before: _Measured | None = None  # the iteration that was measured last
 
     def may_begin(self) -> bool:
         """All ranks: whether AdamW's moments have seen enough steps on every rank."""
@@ -120,6 +140,8 @@ class Observations:
     def begin(self, iteration: int, part: int, num_parts: int) -> Observation | None:
         """All ranks: prepare to measure a part of the linears while an iteration runs.
 
+        If it repeats the iteration that was measured last, this run replaces that one.
+
         Args:
             iteration: the iteration that is about to run.
             part: which part; the first one begins a new measurement.
@@ -128,6 +150,15 @@ class Observations:
         Returns:
             None if a rank fails; then `check_complete` raises.
         """
+        if self._before is not None and self._before.iteration == iteration:
+            self.mean = self._before.mean
+            self._seconds = self._before.seconds
+            self._failure = self._before.failure
+            self._health = dict(self._before.health)
+        else:
+            self._before = _Measured(
+                iteration, self.mean, self._seconds, self._failure, dict(self._health)
+            )
         if part == 0:
             self._seconds = 0.0
             self._failure = None
@@ -229,6 +260,7 @@ class Observations:
     def load_state_dict(self, state: StatisticsTable | None) -> None:
         """Continue with the measurements of a stopped run."""
         self.mean = state
+        self._before = None
 
     def _fail(self, reason: str) -> None:
         """Remember the first reason why a part was not measured."""

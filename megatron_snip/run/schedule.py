@@ -44,7 +44,6 @@ class Schedule:
         self.is_waiting = False
         self._config = config
         self._refreshed: int | None = None
-        self._measured: int | None = None
 
     def is_due(self, iteration: int, wanted_at: int | None = None) -> bool:
         """Return whether a refresh should begin with an iteration.
@@ -55,7 +54,7 @@ class Schedule:
         """
         config = self._config
         never_measures = self.is_static and not config.collect_only
-        if never_measures or iteration < config.start_step or self._part(iteration) is not None:
+        if never_measures or iteration < config.start_step or self.part(iteration) is not None:
             return False
         is_its_turn = (iteration - config.start_step) % config.interval == 0
         return self.is_waiting or iteration == wanted_at or is_its_turn
@@ -69,16 +68,10 @@ class Schedule:
         """Ask again before each iteration: a refresh is due and cannot begin yet."""
         self.is_waiting = True
 
-    def take_part(self, iteration: int) -> int | None:
-        """Return which part of the linears an iteration measures, or None; once an iteration.
-
-        Megatron repeats an iteration whose result it doubts; the second run measures nothing.
-        """
-        part = self._part(iteration)
-        if part is None or iteration == self._measured:
-            return None
-        self._measured = iteration
-        return part
+    def part(self, iteration: int) -> int | None:
+        """Return which part of the linears an iteration measures; None if it measures nothing."""
+        part = -1 if self._refreshed is None else iteration - self._refreshed
+        return part if 0 <= part < self.num_parts else None
 
     def is_last(self, part: int | None) -> bool:
         """Return whether a part is the last one of its refresh."""
@@ -102,8 +95,3 @@ class Schedule:
     def load_state_dict(self, state: ScheduleState) -> None:
         """Continue after the refresh of a stopped run."""
         self._refreshed = state.refreshed
-
-    def _part(self, iteration: int) -> int | None:
-        """Return the part of the refresh that began last; None after its end."""
-        part = -1 if self._refreshed is None else iteration - self._refreshed
-        return part if 0 <= part < self.num_parts else None

@@ -13,6 +13,7 @@ from megatron_snip.planning.plan import PrecisionPlan, assignment_digest, read_p
 from megatron_snip.planning.problem import read_problem
 from megatron_snip.reporting.run_directory import RunDirectory
 from megatron_snip.run.state import ControllerState
+from megatron_snip.run.step import zero_gradients
 from megatron_snip.trainer.data import iteration_batches
 from megatron_snip.trainer.model import forward_step
 from megatron_snip.types import Gemm
@@ -260,3 +261,44 @@ def test_a_loop_of_ones_own_trains_as_the_trainers(ranks: list[dict[str, Any]]) 
         assert result["shown"] == result["trainer"]
         assert [iteration for iteration, _ in result["shown"]["history"]] == [13, 23]
         assert result["saved"] == [30, result["shown"]["history"]]
+
+
+def test_of_a_repeated_iteration_the_last_run_is_measured() -> None:
+    """Megatron repeats an iteration whose result it doubts, and goes on with the last gradients."""
+    (runs,) = run_ranks(1, "tests.distributed.test_controller:repeated")
+    assert runs["repeated"] == runs["once"]
+
+
+def repeated() -> dict[str, Any]:
+    """On a rank: what is known after an iteration that measures, run once and after a wrong run."""
+    found = {}
+    for name in ("once", "repeated"):
+        with layout({**NARROW, "num_layers": 1}) as trainer:
+            controller = trainer.controller({**SNIP, "lag": 5})
+            trainer.advance(1, controller)
+            hook = controller if name == "once" else _Doubting(controller, trainer)
+            trainer.advance(1, hook)
+            state = controller.state(2).to_dict()
+            found[name] = {key: state[key] for key in ("observations", "solve")}
+            assert state["solve"] is not None and controller.history == []
+            controller.close()
+    return found
+
+
+class _Doubting:
+    """A controller whose iterations run first on other data."""
+
+    def __init__(self, controller: Any, trainer: Trainer) -> None:
+        self._controller = controller
+        self._trainer = trainer
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._controller, name)
+
+    def forward_backward(self, iteration: int, function: Any, **kwargs: Any) -> Any:
+        state = self._trainer.state
+        others = iteration_batches(self._trainer.samples, state.config, iteration + 5, 0, 1)
+        wrong = {**kwargs, "data_iterator": [others]}
+        self._controller.forward_backward(iteration, function, **wrong)
+        zero_gradients(state.model, state.optimizer)
+        return self._controller.forward_backward(iteration, function, **kwargs)

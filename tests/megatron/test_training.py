@@ -91,7 +91,7 @@ def test_recomputed_activations_change_no_bit(lab: Lab) -> None:
     assert weights(lab.run("tp2", flags)) == weights(lab.planned("tp2"))
 
 
-def test_a_repeated_iteration_measures_once_and_draws_the_same_numbers(lab: Lab) -> None:
+def test_a_repeated_iteration_measures_again_and_draws_the_same_numbers(lab: Lab) -> None:
     """Megatron's rerun state machine repeats iteration 7, a refresh's, and compares the losses."""
     run, planned = lab.run("pp2", SNIP, {"TINY_DOUBT": "6"}), lab.planned("pp2")
     assert "unexpected result is reproducible" in run.logs[1], run.report
