@@ -170,7 +170,9 @@ class RunDirectory:
         return path
 
 
-def open_run(path: Path, settings: dict[str, Any], old_run: OldRun, done: int = 0) -> RunDirectory:
+def open_run(
+    path: Path, settings: dict[str, Any], old_run: OldRun, done: int | None = None
+) -> RunDirectory:
     """Rank 0: lock a run's directory until it is closed, clear it and start the run.
 
     Args:

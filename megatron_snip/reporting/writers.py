@@ -44,7 +44,7 @@ from typing import Any
 from urllib.parse import urlencode
 
 from megatron_snip.divergence.quality_loss import divergences_dict
-from megatron_snip.errors import UsageError
+from megatron_snip.errors import SnipError, UsageError, one_line
 from megatron_snip.log import log_failure, warn_once
 from megatron_snip.output import yaml_text
 from megatron_snip.reporting.events import (
@@ -240,9 +240,32 @@ class TensorBoardWriter(_Dashboard):
 class WandbWriter(_Dashboard):
     """Logs to the W&B run that is active; the settings are in its config as `snip`.
 
+    Once W&B's own process has died or does not answer, nothing more is logged: it never comes back,
+    and each call could wait for half a minute.
+
     W&B refuses rows of earlier steps. A W&B run that continues after training went back to a
     checkpoint has those rows already; they are left out, with one warning.
     """
+
+    _has_stopped = False
+
+    def write(self, event: Event) -> None:
+        """Write an event.
+
+        Raises:
+            SnipError: once, if W&B has stopped.
+        """
+        if self._has_stopped:
+            return
+        try:
+            super().write(event)
+        except Exception as error:
+            is_of_wandb = type(error).__module__.partition(".")[0] == "wandb"
+            if not (is_of_wandb or isinstance(error, ConnectionError | TimeoutError)):
+                raise
+            self._has_stopped = True
+            text = f"W&B has stopped ({type(error).__name__} {one_line(error)}".rstrip()
+            raise SnipError(f"{text}); the rest of the run is not logged there") from None
 
     def _show(self, config: dict[str, Any]) -> None:
         self._board.config.update({"snip": config}, allow_val_change=True)

@@ -6,7 +6,16 @@ from pathlib import Path
 import pytest
 
 from tests.distributed.launch import Run
-from tests.megatron.lab import SNIP, Lab, applied_plans, logged, saving, snip_lines, weights
+from tests.megatron.lab import (
+    SNIP,
+    Lab,
+    applied_plans,
+    logged,
+    read_lines,
+    saving,
+    snip_lines,
+    weights,
+)
 
 
 def killed(lab: Lab, layout: str, *flags: str) -> Path:
@@ -38,6 +47,18 @@ def test_a_killed_run_resumes_bitwise(lab: Lab, layout: str, flags: tuple[str, .
     assert logged(again, "grad norm") == {
         i: norm for i, norm in logged(uninterrupted, "grad norm").items() if i > 7
     }
+
+
+def test_a_resumed_job_continues_the_files_of_the_stopped_one(lab: Lab) -> None:
+    folder = killed(lab, "one", "--seed", "5")
+    seen = {path.name for path in (folder / "snip" / "problems").iterdir()}
+    metrics = folder / "snip" / "metrics.jsonl"
+    rows = read_lines(metrics)
+    assert seen == {"3.json", "7.json"} and len(rows) == 7
+    resumed(lab, "one", folder, "--seed", "5", *saving(folder, at=100)).finished()
+    assert read_lines(metrics)[:7] == rows
+    assert [row["iteration"] for row in read_lines(metrics)] == list(range(1, 11))
+    assert {path.name for path in (folder / "snip" / "problems").iterdir()} == seen
 
 
 def test_a_killed_run_with_dropout_resumes_bitwise(lab: Lab) -> None:

@@ -5,6 +5,7 @@ run that is FP8 or FP4 by default, `fp8` or `fp4` is the recipe that the run has
 """
 
 import importlib
+import logging
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
@@ -22,7 +23,10 @@ from megatron_snip.linears.te.recipe import (
     TERecipe,
     recipe_of,
 )
+from megatron_snip.log import log_failure
 from megatron_snip.options import Option
+
+logger = logging.getLogger(__name__)
 
 OVERRIDE = "NVTE_BACKWARD_OVERRIDE"
 """Variable that Transformer Engine reads when it is imported."""
@@ -92,7 +96,9 @@ def this_machine(with_te: bool, config: Any = None) -> Machine:
     try:
         te = importlib.import_module("transformer_engine")
         manager = importlib.import_module("transformer_engine.pytorch.fp8").FP8GlobalStateManager
-    except Exception:  # not installed, or a library of its own is missing
+    except Exception as error:  # not installed, or its import fails in a way of its own
+        if getattr(error, "name", None) != "transformer_engine":
+            log_failure(logger, "importing Transformer Engine", error)
         return Machine(capability, run=run)
     unavailable = {} if capability is None else _unavailable_recipes(manager)
     return Machine(capability, str(te.__version__), unavailable, run, _backward_override())

@@ -1,6 +1,8 @@
 """What can run: the table by backend and machine, options of a model, plans that must change."""
 
+import sys
 from collections.abc import Sequence
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,9 +17,11 @@ from megatron_snip.linears.te.machine import (
     te_recipe,
     te_refusal,
     te_support,
+    this_machine,
     unmeasured_settings,
 )
 from megatron_snip.linears.te.recipe import RECIPES, RunPrecision
+from megatron_snip.log import forget_warnings
 from megatron_snip.options import BF16, Option, enumerate_options
 from megatron_snip.topology import Topology
 
@@ -218,3 +222,20 @@ def test_an_option_stays_if_some_linear_runs_it(
 
 def test_runs_that_only_measure_have_all_options() -> None:
     assert available([Linear(A, fp4="no", fp8="no")], collect_only=True).options == (FP8, FP4)
+
+
+def test_a_transformer_engine_that_breaks_on_import_is_logged_with_its_traceback(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its linears then run BF16 only, and the log says why."""
+    package = tmp_path / "transformer_engine"
+    package.mkdir()
+    (package / "__init__.py").write_text("raise RuntimeError('no such library')")
+    for name in [name for name in sys.modules if name.partition(".")[0] == package.name]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.syspath_prepend(tmp_path)
+    forget_warnings()
+    assert this_machine(with_te=True).te_version is None
+    (record,) = caplog.records
+    assert "importing Transformer Engine failed: RuntimeError: no such lib" in record.getMessage()
+    assert record.exc_info

@@ -75,6 +75,16 @@ def test_every_event_is_in_its_file(tmp_path: Path) -> None:
     assert second == {"iteration": 35, "loss": None, "grad_norm": None}
 
 
+def test_a_run_that_continues_keeps_every_file_and_row(tmp_path: Path) -> None:
+    """Megatron's jobs do not say to which iteration they go back; later rows count."""
+    write_run(tmp_path, SHAPE)
+    mark(tmp_path)
+    before = {p: p.read_bytes() for p in tmp_path.rglob("*.json*") if p.name != "versions.json"}
+    assert len(before) > 8
+    open_run(tmp_path, {}, "continue").close()
+    assert {path: path.read_bytes() for path in before} == before
+
+
 def test_evaluations_after_training_complete_the_last_line(tmp_path: Path) -> None:
     run = RunDirectory(tmp_path)
     run.write(Event(1, Metrics({"final_validation_loss": 3.0}, is_addition=True)))  # none yet
@@ -300,3 +310,39 @@ def test_a_run_is_not_read_through_links_in_it(tmp_path: Path, name: str) -> Non
     (path / name).unlink()
     (tmp_path / "elsewhere").rename(path / name)
     assert read_run(path).metrics == whole.metrics
+
+
+FULL_DISK = """
+import resource, sys
+from pathlib import Path
+from megatron_snip.reporting.run_directory import open_run
+from tests.unit.reporting.test_run_directory import SHAPE, write_events
+
+soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+settings = {"train_iters": SHAPE.iterations, "snip": SHAPE.config.model_dump(mode="json")}
+for limit in map(int, sys.argv[2:]):
+    run = open_run(Path(sys.argv[1]) / str(limit), settings, "refuse")
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
+    write_events(run, SHAPE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+"""
+
+
+def test_a_disk_that_is_full_at_any_moment_leaves_a_run_that_can_be_read_and_continued(
+    tmp_path: Path,
+) -> None:
+    """No file may have more bytes than a limit; the last line of the metrics may be cut."""
+    limits = (0, 1, 50, 100, 101, 150, 333, 500, 1000, 2000, 4000, 10000)
+    done = run_python("-c", FULL_DISK, str(tmp_path), *limits)
+    assert done.returncode == 0, done.stderr
+    settings = {"train_iters": SHAPE.iterations, "snip": SHAPE.config.model_dump(mode="json")}
+    counts = []
+    for limit in limits:
+        path = tmp_path / str(limit)
+        assert not list(path.rglob("*.tmp"))
+        run = open_run(path, settings, "continue")
+        run.write(Event(40, Metrics({"loss": 1.0})))
+        run.close()
+        counts.append(len(read_run(path).metrics.rows) - 1)
+    assert counts == sorted(counts)
+    assert counts[0] == 0 and counts[-1] == SHAPE.iterations

@@ -16,7 +16,7 @@ import pytest
 from megatron_snip.errors import UsageError
 from megatron_snip.log import forget_warnings
 from megatron_snip.reporting import writers
-from megatron_snip.reporting.events import Event, Metrics, Notice, PlanApplied
+from megatron_snip.reporting.events import Event, Metrics, Notice, PlanApplied, Reporter
 from megatron_snip.reporting.writers import (
     MEGATRON_LOGS,
     ScalarSeries,
@@ -174,6 +174,29 @@ def test_iterations_that_the_wandb_run_has_are_left_out_with_one_warning(
         writer.write(Event(iteration, Metrics({"loss": 1.0})))
     assert list(module.run.rows) == [100, 101]
     assert len([r for r in caplog.records if "are left out" in r.message]) == 1
+
+
+@pytest.mark.parametrize("how", [wandb.errors.CommError("no"), TimeoutError(), BrokenPipeError()])
+def test_a_wandb_that_dies_is_one_line_and_costs_nothing_more(
+    how: Exception, caplog: pytest.LogCaptureFixture
+) -> None:
+    forget_warnings()
+    module = fake_wandb()
+    calls = []
+
+    def dies(row: Any, step: int) -> None:
+        calls.append(step)
+        raise how
+
+    module.run.log = dies
+    reporter = Reporter([WandbWriter(module, {})])
+    for iteration in range(1, 5):
+        reporter.write(Event(iteration, Metrics({"loss": 1.0})))
+    reporter.close()
+    assert calls == [1]
+    (record,) = caplog.records
+    assert f"W&B has stopped ({type(how).__name__}" in record.getMessage()
+    assert record.exc_info is None
 
 
 def test_only_a_new_or_resumed_plan_is_drawn() -> None:
