@@ -136,21 +136,23 @@ def snip_config(args: argparse.Namespace, given: Mapping[str, Any] | SnipConfig)
 
     with naming_field("policy"):
         get_policy(config.policy)
-    # With a low precision of the job's own, `auto` depends on its recipe, which the model has.
-    is_bf16 = not (getattr(args, "fp8", None) or getattr(args, "fp4", None))
-    if config.formats == (AUTO,) and is_bf16 and hasattr(args, "transformer_impl"):
+    if config.formats == (AUTO,) and hasattr(args, "transformer_impl"):
         config.model_copy(update={"formats": _auto_formats(config, args)}).check_pins()
     return config.model_copy(update={"pins": (*_bf16_layers(args), *config.pins)})
 
 
 def _auto_formats(config: SnipConfig, args: argparse.Namespace) -> tuple[str, ...]:
-    """Return what `auto` will mean once the model is built; refuse now what cannot run then."""
+    """Return what `auto` will mean once the model is built; refuse now what cannot run then.
+
+    Some of the formats may still go then, because no stored weight allows them.
+    """
     from megatron_snip.linears.availability import te_formats
     from megatron_snip.linears.te.machine import this_machine
 
     if config.backend == "simulate" or args.transformer_impl != "transformer_engine":
         return config.format_entries
-    return te_formats(this_machine(with_te=True))
+    # Megatron's flags for a low precision of the job's own have the names of its model's settings.
+    return te_formats(this_machine(with_te=True, config=args))
 
 
 def _flags_in(args: argparse.Namespace) -> dict[str, Any]:

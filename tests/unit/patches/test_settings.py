@@ -4,6 +4,7 @@ import argparse
 import importlib
 import re
 from argparse import Namespace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -15,6 +16,7 @@ from megatron_snip.errors import SnipError, UsageError
 from megatron_snip.linears.te import machine as machine_module
 from megatron_snip.linears.te.machine import Machine
 from megatron_snip.linears.te.modules import EXTENSION
+from megatron_snip.linears.te.recipe import RunPrecision
 from megatron_snip.patches import cpu
 from megatron_snip.patches.arguments import exit_on_error, read_cli_args, snip_config
 from megatron_snip.patches.attach import make_writers
@@ -35,14 +37,25 @@ HOPPER = Machine((9, 0), te_version="2.20")
         (A100, ("--snip-backend", "simulate", "--snip-pins", "*=fp3"), "formats fp8,fp4 by linear"),
     ],
 )
+@pytest.mark.parametrize("job", [{}, {"fp8": "hybrid", "fp8_recipe": "tensorwise"}])
 def test_what_the_machine_cannot_run_is_refused_before_the_model_is_built(
-    monkeypatch: pytest.MonkeyPatch, machine: Machine, words: tuple[str, ...], text: str
+    monkeypatch: pytest.MonkeyPatch,
+    machine: Machine,
+    words: tuple[str, ...],
+    text: str,
+    job: dict[str, str],
 ) -> None:
-    monkeypatch.setattr(machine_module, "this_machine", lambda with_te: machine)
+    """In a BF16 job and in an FP8 job, where `auto` depends on the job's recipe."""
+
+    def this_machine(with_te: bool, config: Any) -> Machine:
+        return replace(machine, run=RunPrecision.of(config))
+
+    monkeypatch.setattr(machine_module, "this_machine", this_machine)
     monkeypatch.setattr(importlib.import_module(EXTENSION), "HAVE_TE", True)
+    job = {**job, "transformer_impl": "transformer_engine"}
     with pytest.raises(SnipError, match=text):
-        config_of(*words, transformer_impl="transformer_engine")
-    local = config_of("--snip-backend", "simulate", transformer_impl="transformer_engine")
+        config_of(*words, **job)
+    local = config_of("--snip-backend", "simulate", **job)
     assert local.formats == ("auto",)
 
 
