@@ -210,13 +210,14 @@ def drop_later_iterations(path: Path, done: int) -> None:
     metrics = path / "metrics.jsonl"
     if metrics.is_file():
         lines = metrics.read_text(encoding="utf-8", errors="replace").split("\n")
-        rows = [line for line in lines if _iteration_of(line) in range(1, done + 1)]
+        rows = [line for line in lines if 1 <= _iteration_of(line) <= done]
         write_atomic(metrics, "".join(f"{line}\n" for line in rows))
 
 
-def _iteration_of(line: str) -> int | None:
+def _iteration_of(line: str) -> int:
+    """Return the iteration of a row; 0 where a crash of the machine damaged the line."""
     try:
         iteration = parse_json(line, "metrics.jsonl")["iteration"]
     except (UsageError, KeyError, TypeError):
-        return None  # a crash of the machine cut the line
-    return iteration if isinstance(iteration, int) else None
+        return 0
+    return iteration if isinstance(iteration, int) else 0

@@ -276,7 +276,7 @@ def repeated() -> dict[str, Any]:
         with layout({**NARROW, "num_layers": 1}) as trainer:
             controller = trainer.controller({**SNIP, "lag": 5})
             trainer.advance(1, controller)
-            hook = controller if name == "once" else _Doubting(controller, trainer)
+            hook: Any = controller if name == "once" else _Doubting(controller, trainer)
             trainer.advance(1, hook)
             state = controller.state(2).to_dict()
             found[name] = {key: state[key] for key in ("observations", "solve")}

@@ -182,7 +182,7 @@ def test_a_wandb_that_dies_is_one_line_and_costs_nothing_more(
 ) -> None:
     forget_warnings()
     module = fake_wandb()
-    calls = []
+    calls: list[int] = []
 
     def dies(row: Any, step: int) -> None:
         calls.append(step)
