@@ -132,12 +132,17 @@ FAST_FLAGS: tuple[FlagRow, ...] = (
         num_recipes=15,
     ),
     FlagRow(
-        "--use-megatron-fsdp or --use-torch-fsdp2",
-        given("use_megatron_fsdp", "use_custom_fsdp", "use_torch_fsdp2"),
-        plans="refuses",
-        collects="refuses",
-        text="it moves parameters and gradients out of the modules between layers",
-        remedy="use --use-distributed-optimizer instead",
+        "--use-megatron-fsdp",
+        given("use_megatron_fsdp", "use_custom_fsdp"),
+        plans="runs",
+        text="weights are read while their layer runs, moments in their shards; simulated linears "
+        "quantize their weight in every GEMM",
         num_recipes=8,
+    ),
+    FlagRow(
+        "--use-torch-fsdp2",
+        given("use_torch_fsdp2"),
+        plans="runs",
+        text="likewise",
     ),
 )

@@ -22,6 +22,7 @@ from megatron_snip.linears.runtime import Runtime
 from megatron_snip.linears.te.modules import weights_of
 from megatron_snip.log import warn_once
 from megatron_snip.options import BF16, Option
+from megatron_snip.statistics.sharded import is_freed
 from megatron_snip.topology import Placement
 
 logger = logging.getLogger(__name__)
@@ -35,7 +36,8 @@ class SimulatedLinear(ABC):
         module: Megatron's.
         name: the linear's layout-independent name.
         placements: one per weight.
-        weights: [N, K] of this shard, in the same order.
+        weights: [N, K] of this shard, in the same order, as between iterations: FSDP gives the
+            module others while it runs.
         option: formats of its GEMMs; assign between iterations only, on all ranks alike.
         pinned: why it can run nothing else than the job's option, or None.
     """
@@ -55,6 +57,7 @@ class SimulatedLinear(ABC):
         self.pinned: str | None = None
         self._runtime = runtime
         self._original = getattr(module, self._method)
+        self._weights_are_freed = any(map(is_freed, self.weights))
         self._saves_input = _frees_inputs(getattr(module, "config", None))
 
     @property
@@ -103,14 +106,19 @@ class SimulatedLinear(ABC):
         bias: Tensor | None,
         placement: Placement,
         tp_group: dist.ProcessGroup | None = None,
+        fuse_wgrad: bool = False,
         **how: Any,
     ) -> Tensor:
         """Return Y under the option; `how` is `LinearCall`'s."""
+        # FSDP frees weights to save memory, so nothing as large is kept of them; and it takes the
+        # weight gradient from autograd.
+        cache = None if self._weights_are_freed else self._runtime.weight_cache(placement)
         call = LinearCall(
             option=self.option,
             stream=partial(self._runtime.next_stream, placement),
             tp_group=tp_group or placement.tensor.group,
-            cache=self._runtime.weight_cache(placement),
+            cache=cache,
+            fuse_wgrad=fuse_wgrad and not self._weights_are_freed,
             saves_input=self._saves_input,
             **how,
         )

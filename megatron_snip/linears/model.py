@@ -27,6 +27,7 @@ from megatron_snip.linears.te.machine import (
 from megatron_snip.linears.te.modules import te_kind
 from megatron_snip.options import Option
 from megatron_snip.planning.plan import PrecisionPlan
+from megatron_snip.statistics.sharded import local
 from megatron_snip.topology import LinearInfo, Placement, Topology
 
 
@@ -256,5 +257,5 @@ def _with_fresh_weights(
 
 def _storage(weight: torch.nn.Parameter) -> str:
     """A parameter that Transformer Engine stores quantized is of a class of its own."""
-    kind = type(weight.data)
+    kind = type(local(weight.data))
     return str(weight.dtype).removeprefix("torch.") if kind is torch.Tensor else kind.__name__

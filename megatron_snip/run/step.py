@@ -21,6 +21,7 @@ from megatron_snip.linears.runtime import Runtime
 from megatron_snip.linears.snapshot import TrainingStateSnapshot
 from megatron_snip.log import log_failure
 from megatron_snip.statistics.optimizer_state import gradient_of
+from megatron_snip.statistics.sharded import local
 from megatron_snip.topology import Topology
 
 logger = logging.getLogger(__name__)
@@ -187,7 +188,7 @@ class StepLoss:
 @torch.no_grad()
 def finite_gradients(chunks: Sequence[torch.nn.Module], topology: Topology) -> bool:
     """All ranks: return whether every gradient of every rank is finite."""
-    found = (gradient_of(weight) for chunk in chunks for weight in chunk.parameters())
+    found = (local(gradient_of(weight)) for chunk in chunks for weight in chunk.parameters())
     grads = [grad for grad in found if grad is not None and grad.numel() > 0]
     norms = [torch.linalg.vector_norm(grad, ord=math.inf).float() for grad in grads]
     is_finite = not norms or bool(torch.isfinite(torch.stack(norms)).all())

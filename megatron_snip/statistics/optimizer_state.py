@@ -14,6 +14,7 @@ optimizers are recognized by their attributes:
     FP32Optimizer                     the parameters themselves
     ChainedOptimizer                  several of these
     LayerWiseDistributedOptimizer     several of these, with other parameters on each data rank
+    any of them under FSDP            DTensors: rows or ranges over the data axis (sharded.py)
 
 The step counter lives in the state (torch) or in the parameter group (Apex and Transformer
 Engine's FusedAdam).
@@ -38,10 +39,12 @@ from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from megatron_snip.collectives import attempt, sum_together
 from megatron_snip.log import warn_once_per_job
 from megatron_snip.quantizers.stored import high_precision
+from megatron_snip.statistics.sharded import local, model_weight, own_elements
 from megatron_snip.topology import Axis, LinearKind, Placement, Topology
 
 logger = logging.getLogger(__name__)
@@ -63,6 +66,7 @@ class Shard:
     Attributes:
         start: first element of the flattened parameter.
         end: one past the last.
+        parameter: what holds the weight between iterations, and its gradient.
         shape: of the parameter.
         state: the optimizer's, e.g. `exp_avg`, `exp_avg_sq` and `step`.
         group: the settings of the parameter's group.
@@ -71,6 +75,7 @@ class Shard:
 
     start: int
     end: int
+    parameter: Tensor
     shape: torch.Size
     state: Mapping[str, Any]
     group: Mapping[str, Any]
@@ -153,12 +158,14 @@ def optimizer_shards(optimizer: Any) -> dict[Tensor, Shard]:
     for part in getattr(optimizer, "chained_optimizers", None) or [optimizer]:
         inner = getattr(part, "optimizer", part)
         groups = {id(p): group for group in inner.param_groups for p in group["params"]}
-        for weight, main_param, start, end in _owned(part, inner):
-            if (group := groups.get(id(main_param))) is not None:
-                state = inner.state.get(main_param, {})
-                shape = weight.shape
-                rule = _rule(inner, state, group, shape, end - start == weight.numel())
-                shards[weight] = Shard(start, end, shape, state, group, rule)
+        for parameter, main_param, start, end in _owned(part, inner):
+            group = groups.get(id(main_param))
+            if group is None or start == end:
+                continue
+            state = {name: local(value) for name, value in inner.state.get(main_param, {}).items()}
+            weight = model_weight(parameter)
+            rule = _rule(inner, state, group, weight.shape, end - start == weight.numel())
+            shards[weight] = Shard(start, end, parameter, weight.shape, state, group, rule)
     return shards
 
 
@@ -181,12 +188,15 @@ def is_sharded(optimizer: Any) -> bool:
     if getattr(optimizer, "dp_cp_params_list", None) is not None:
         return True  # each data rank owns other weights
     parts = getattr(optimizer, "chained_optimizers", None) or [optimizer]
-    return any(hasattr(part, "_get_model_param_range_map") for part in parts)
+    if any(hasattr(part, "_get_model_param_range_map") for part in parts):
+        return True
+    groups = chain(*(getattr(part, "param_groups", ()) for part in parts))
+    return any(isinstance(p, DTensor) for group in groups for p in group["params"])
 
 
 def _owned(part: Any, inner: Any) -> Iterator[tuple[Tensor, Tensor, int, int]]:
     """Yield (model parameter, parameter that the inner optimizer steps, start, end)."""
-    if hasattr(part, "_get_model_param_range_map"):
+    if hasattr(part, "model_param_group_index_map"):
         for model_param, (group, order) in part.model_param_group_index_map.items():
             owned = part._get_model_param_range_map(model_param)["param"]
             main_param = inner.param_groups[group]["params"][order]
@@ -195,12 +205,12 @@ def _owned(part: Any, inner: Any) -> Iterator[tuple[Tensor, Tensor, int, int]]:
         pairs = zip(part.float16_groups, part.fp32_from_float16_groups, strict=True)
         for model_group, main_group in pairs:
             for model_param, main_param in zip(model_group, main_group, strict=True):
-                yield model_param, main_param, 0, model_param.numel()
+                yield model_param, main_param, *own_elements(model_param)
         for param in chain(*part.fp32_from_fp32_groups):
-            yield param, param, 0, param.numel()
+            yield param, param, *own_elements(param)
     else:
         for param in chain(*(group["params"] for group in inner.param_groups)):
-            yield param, param, 0, param.numel()
+            yield param, param, *own_elements(param)
 
 
 def _rule(
@@ -237,11 +247,14 @@ class Sensitivity:
         row: FP32 [N].
         col: FP32 [K].
         update_square: |update|^2 over all shards of the linear, > 0.
+        num_replicas: how many data ranks hold each element of a sharded optimizer's state; more
+            than 1 with `--num-distributed-optimizer-instances`.
     """
 
     row: Tensor
     col: Tensor
     update_square: float
+    num_replicas: int = 1
 
 
 @torch.no_grad()
@@ -278,11 +291,14 @@ def gather_sensitivities(
     found = {}
     numbers = torch.stack([s.scalars for s in sums.values()]).tolist() if sums else []
     for placement, (known, square) in zip(weights, numbers, strict=True):
-        if known == placement.in_features * placement.out_features and square > 0:
+        num_elements = placement.in_features * placement.out_features
+        if known > 0 and known % num_elements == 0 and square > 0:
+            num_replicas = int(known) // num_elements
             rows, cols, _ = sums[placement]
             total = sums[placement].shared(placement.kind)[0].sum()
-            factors = rows.rsqrt().float(), (cols / total).rsqrt().float()
-            found[placement] = Sensitivity(*factors, square)
+            row = (rows / num_replicas).rsqrt().float()
+            col = (cols / total).rsqrt().float()
+            found[placement] = Sensitivity(row, col, square / num_replicas, num_replicas)
     return found
 
 
@@ -312,22 +328,38 @@ def weight_norms(
         shard = shards.get(weight)
         if placement.tensor.size == 1 and placement.tensor.rank:  # a replicated weight
             continue
-        grad = gradient_of(weight)
+        sensitivity = sensitivities.get(placement)
+        parameter = weight if shard is None else shard.parameter
+        grad = gradient_of(parameter)
         norms = torch.zeros(NORMS, dtype=torch.float64, device=weight.device)
         if grad is not None and (shard is not None if sharded else rank == 0):
-            owned = slice(None) if shard is None else slice(shard.start, shard.end)
-            norms[0] = _square(grad.reshape(-1)[owned]) / loss_scale**2
-            norms[1] = _square(high_precision(weight).reshape(-1)[owned])
-        if placement in sensitivities and rank == placement.tensor.rank == 0:
-            norms[2] = rate**2 * sensitivities[placement].update_square
+            num_replicas = 1 if sensitivity is None else sensitivity.num_replicas
+            norms[0] = _square(_owned_by(shard, grad)) / loss_scale**2 / num_replicas
+            norms[1] = _square(_owned_by(shard, high_precision(parameter))) / num_replicas
+        if sensitivity is not None and rank == placement.tensor.rank == 0:
+            norms[2] = rate**2 * sensitivity.update_square
         found[placement.name] = norms + found.get(placement.name, 0.0)
     return found
 
 
-def gradient_of(weight: torch.nn.Parameter) -> Tensor | None:
-    """Return a weight's gradient: Megatron's `main_grad` where DDP made one, else autograd's."""
-    main_grad: Tensor | None = getattr(weight, "main_grad", None)
-    return weight.grad if main_grad is None else main_grad
+def gradient_of(parameter: Tensor) -> Tensor | None:
+    """Return the gradient between backward and optimizer step; under FSDP a DTensor.
+
+    It is Megatron's `main_grad` where DDP made one, `decoupled_grad` where Megatron-FSDP did, else
+    autograd's.
+    """
+    for name in ("main_grad", "decoupled_grad"):
+        found: Tensor | None = getattr(parameter, name, None)
+        if found is not None:
+            return found
+    return parameter.grad
+
+
+def _owned_by(shard: Shard | None, tensor: Tensor) -> Tensor:
+    """Return a shard's elements of a weight or gradient, flat; all of them without a shard."""
+    if isinstance(tensor, DTensor):
+        return tensor.to_local().reshape(-1)
+    return tensor.reshape(-1)[slice(None) if shard is None else slice(shard.start, shard.end)]
 
 
 class ShardSums(NamedTuple):

@@ -25,6 +25,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from megatron_snip.patches.cpu.device import constant, cuda_answers, local_ranks
@@ -127,6 +128,7 @@ def _torch_replacements(
     yield _BaseDataLoaderIter, "__init__", _without_draws(_BaseDataLoaderIter.__init__)
     yield dist, "all_to_all_single", _plain_splits(dist.all_to_all_single)
     yield dist, "all_gather", _uneven_all_gather(dist.all_gather)
+    yield DeviceMesh, "__init__", _mesh_of_cpus(DeviceMesh.__init__)
 
 
 def _without_draws(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -143,6 +145,16 @@ def _without_draws(original: Callable[..., Any]) -> Callable[..., Any]:
             original(self, *args, **kwargs)
         finally:
             torch.set_rng_state(state)
+
+    return __init__
+
+
+def _mesh_of_cpus(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap the construction of a device mesh, whose device type FSDP names."""
+
+    @functools.wraps(original)
+    def __init__(self: Any, device_type: str, *args: Any, **kwargs: Any) -> None:
+        original(self, "cpu" if device_type == "cuda" else device_type, *args, **kwargs)
 
     return __init__
 

@@ -92,7 +92,14 @@ def _type(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any
     return func(*args, **kwargs)
 
 
+def _device(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    # "cuda:cpu" too: a script puts what `current_device` has returned behind the colon.
+    is_cuda = args and isinstance(args[0], str) and args[0].startswith("cuda:")
+    return CPU if is_cuda else func(*args, **kwargs)
+
+
 _REWRITES: dict[Callable[..., Any], Callable[..., Any]] = {
+    torch.device: _device,
     torch.Tensor.cuda: lambda func, args, kwargs: args[0],
     torch.Tensor.pin_memory: lambda func, args, kwargs: args[0],
     torch.Tensor.record_stream: lambda *_: None,

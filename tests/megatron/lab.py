@@ -41,6 +41,9 @@ PP2 = ["--pipeline-model-parallel-size", "2"]
 OVERLAP = ["--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather"]
 EXPERTS = ["--num-experts", "4", "--expert-model-parallel-size", "2", "--moe-router-topk", "2"]
 EXPERTS += ["--moe-ffn-hidden-size", "128", "--moe-router-force-load-balancing"]
+FSDP2 = ["--use-torch-fsdp2", "--ckpt-format", "torch_dist"]
+MEGATRON_FSDP = ["--use-megatron-fsdp", "--use-distributed-optimizer", "--ckpt-format"]
+MEGATRON_FSDP += ["fsdp_dtensor", "--data-parallel-sharding-strategy", "optim_grads_params"]
 LAYOUTS: dict[str, tuple[int, list[str]]] = {
     "one": (1, []),
     "tp2": (2, ["--tensor-model-parallel-size", "2"]),
@@ -48,6 +51,8 @@ LAYOUTS: dict[str, tuple[int, list[str]]] = {
     "dp2": (2, OVERLAP),
     "vpp2": (2, [*PP2, "--num-virtual-stages-per-pipeline-rank", "2"]),
     "ep2": (2, EXPERTS),
+    "fsdp2": (2, FSDP2),
+    "megatron-fsdp": (2, MEGATRON_FSDP),
 }
 """Ranks and flags."""
 
@@ -87,6 +92,8 @@ class Lab:
     ) -> Run:
         """Return how a run in a layout ended; `plain` is without this package's runner."""
         environment = environment or {}
+        if "fsdp" in layout:  # Megatron refuses the 1 that other layouts need
+            environment = {"CUDA_DEVICE_MAX_CONNECTIONS": "8", **environment}
         case = (layout, *flags, *sorted(environment.items()), plain, script)
         if case not in self._runs:
             ranks, parallel = {**LAYOUTS, **WITH_TE}[layout]

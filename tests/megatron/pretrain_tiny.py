@@ -174,7 +174,8 @@ def write_results() -> None:
     digest = hashlib.sha256()
     for model in MODELS:
         for parameter in model.parameters():
-            digest.update(parameter.detach().contiguous().view(torch.uint8).numpy().tobytes())
+            own = getattr(parameter, "to_local", parameter.detach)().detach()  # FSDP's shard
+            digest.update(own.contiguous().view(torch.uint8).numpy().tobytes())
     results = {"weights": digest.hexdigest(), "losses": LOSSES, "evaluated": EVALUATED}
     folder = Path(os.environ["TINY_RESULTS"])
     (folder / f"{os.environ['RANK']}.json").write_text(json.dumps(results))

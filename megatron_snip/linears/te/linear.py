@@ -312,7 +312,7 @@ class SimulatedTELinear(SimulatedLinear):
         return y + bias, None
 
     def _multiplied_weights(self) -> Sequence[Tensor]:
-        return self.weights if self.stored is None else self.stored.copies()
+        return weights_of(self.module) if self.stored is None else self.stored.copies()
 
     def _run_experts(self, x: Tensor, m_splits: Any) -> tuple[Tensor, list[Any] | None]:
         module = self.module
@@ -397,7 +397,7 @@ def observed_weights(
 ) -> list[Tensor | Callable[[], Tensor]]:
     """Return the weights, each as `StepObserver.observe` takes it."""
     if linear.stored is None:
-        return list(linear.weights)
+        return list(weights_of(linear.module))
     return [partial(linear.stored.value, index) for index in range(len(linear.weights))]
 
 

@@ -31,6 +31,7 @@ from megatron_snip.errors import UnsupportedError
 from megatron_snip.formats import get_format
 from megatron_snip.linears.te.recipe import RECIPES, RunPrecision, TERecipe, recipe_of
 from megatron_snip.options import Option
+from megatron_snip.statistics.sharded import model_weight
 from megatron_snip.topology import LinearKind
 
 EXTENSION = "megatron.core.extensions.transformer_engine"
@@ -78,17 +79,19 @@ def is_replicated(module: torch.nn.Module) -> bool:
 def weights_of(module: Any) -> tuple[torch.nn.Parameter, ...]:
     """Return the weights, [N, K] of this shard each: one, or one per expert.
 
+    Under FSDP they are complete only while the module runs.
+
     Raises:
         UnsupportedError: if all experts' weights are one tensor.
     """
     if not is_grouped(module):
-        return (module.weight,)
+        return (model_weight(module.weight),)
     if getattr(module, "single_grouped_weight", False):
         raise UnsupportedError(
             "experts whose weights are one tensor cannot be planned; drop "
             "--moe-single-grouped-weight"
         )
-    return tuple(getattr(module, f"weight{i}") for i in range(module.num_gemms))
+    return tuple(model_weight(getattr(module, f"weight{i}")) for i in range(module.num_gemms))
 
 
 def gathers_input(module: Any) -> bool:
