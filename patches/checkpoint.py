@@ -2,8 +2,8 @@
 
 The formats torch_dist and torch carry it as the plain dict `snip`: in the common state that rank 0
 writes, or in each rank's file. It is the same on all ranks and holds built-in types only, so it is
-read back with `weights_only=True`. Megatron's other formats are for FSDP, which SNIP refuses
-(`incompatible.py`).
+read back with `weights_only=True`. Megatron's other formats are for FSDP. They do not carry
+it, and a resumed job starts without it.
 """
 
 import logging

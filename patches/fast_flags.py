@@ -17,6 +17,10 @@ def _stores_weights(args: Namespace) -> bool:
     return given(*names)(args)
 
 
+def _has_megatron_fsdp(args: Namespace) -> bool:
+    return given("use_megatron_fsdp", "use_custom_fsdp")(args)
+
+
 def _gathers_bf16(args: Namespace) -> bool:
     return given("reuse_grad_buf_for_mxfp8_param_ag")(args)
 
@@ -51,19 +55,21 @@ def _simulates(args: Namespace) -> bool:
 FAST_FLAGS: tuple[FlagRow, ...] = (
     FlagRow(
         "--fp8-param-gather with --reuse-grad-buf-for-mxfp8-param-ag",
-        lambda args: _stores_weights(args) and _gathers_bf16(args),
+        lambda args: _stores_weights(args) and not _has_megatron_fsdp(args) and _gathers_bf16(args),
         plans="runs",
         text="linears planned otherwise multiply the BF16 weight that Megatron gathers; there is "
         "one copy of it for each of them",
-        num_recipes=48,
+        num_recipes=46,
     ),
     FlagRow(
         "--fp8-param-gather or --fp4-param-gather alone",
-        lambda args: _stores_weights(args) and not _gathers_bf16(args),
+        lambda args: (
+            _stores_weights(args) and not _has_megatron_fsdp(args) and not _gathers_bf16(args)
+        ),
         plans="pins",
         text="weights are stored in the job's format, and a plan runs a linear in that or, "
         "dequantized, in BF16",
-        num_recipes=70,
+        num_recipes=67,
     ),
     FlagRow(
         "--cuda-graph-impl local",
@@ -132,17 +138,23 @@ FAST_FLAGS: tuple[FlagRow, ...] = (
         num_recipes=15,
     ),
     FlagRow(
-        "--use-megatron-fsdp",
-        given("use_megatron_fsdp", "use_custom_fsdp"),
+        "--use-megatron-fsdp with --fp8-param-gather or --fp4-param-gather",
+        lambda args: _has_megatron_fsdp(args) and _stores_weights(args),
+        plans="measures",
+        text="a plan's copies of stored weights would be complete weights, which FSDP frees",
+        num_recipes=5,
+    ),
+    FlagRow(
+        "--use-megatron-fsdp with BF16 weights",
+        lambda args: _has_megatron_fsdp(args) and not _stores_weights(args),
         plans="runs",
-        text="weights are read while their layer runs, moments in their shards; simulated linears "
-        "quantize their weight in every GEMM",
-        num_recipes=8,
+        text="a weight is read while its layer runs; moments are read from their shards",
+        num_recipes=3,
     ),
     FlagRow(
         "--use-torch-fsdp2",
         given("use_torch_fsdp2"),
         plans="runs",
-        text="likewise",
+        text="as with Megatron-FSDP; Megatron stores no FP8 weights under it",
     ),
 )

@@ -3,6 +3,10 @@
 They are recognized by what they have, without importing Transformer Engine.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -20,5 +24,24 @@ def high_precision(weight: Tensor) -> Tensor:
     """
     if not is_quantized(weight):
         return weight.detach()
-    value: Tensor = weight.dequantize()
+    with _without_freed_rows(weight):
+        value: Tensor = weight.dequantize()
     return value.to(weight.dtype)
+
+
+@contextmanager
+def _without_freed_rows(weight: Any) -> Iterator[None]:
+    """Dequantize what dgrad multiplies, where Megatron-FSDP has gathered only that.
+
+    MXFP8 has one form of a weight for fprop and another one for dgrad. In a backward Megatron-FSDP
+    gathers the second one, and the memory of the first one is freed.
+    """
+    rows: Tensor | None = getattr(weight, "_rowwise_data", None)
+    if rows is None or rows.untyped_storage().size() > 0:
+        yield
+        return
+    weight._rowwise_data = None
+    try:
+        yield
+    finally:
+        weight._rowwise_data = rows

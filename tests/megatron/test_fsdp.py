@@ -14,7 +14,6 @@ from tests.megatron.lab import (
     Lab,
     applied_plans,
     logged,
-    saving,
     weights,
 )
 
@@ -64,23 +63,10 @@ def test_plans_run_on_gathered_weights(lab: Lab, layout: str) -> None:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_plan_that_breaks_an_iteration_is_reverted_without_a_trace(
-    lab: Lab, layout: str
-) -> None:
+def test_a_plan_that_breaks_an_iteration_is_reverted_without_a_trace(lab: Lab, layout: str) -> None:
     run = lab.run(layout, SNIP, {"TINY_BREAK": "1"})
     assert weights(run) == weights(lab.run(layout))
     assert "reverted" in run.logs[0], run.report
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_resumed_run_continues_with_its_plan(lab: Lab, layout: str) -> None:
-    folder = lab.output(f"resumed-{layout}")
-    planned = lab.run(layout, [*SNIP, *saving(folder, 8)])
-    planned.finished()
-    (folder / "latest_checkpointed_iteration.txt").write_text("8")
-    resumed = lab.run(layout, [*SNIP, "--load", str(folder)])
-    assert weights(resumed) == weights(planned), resumed.report
-    assert {i: loss for i, loss in logged(planned).items() if i > 8} == logged(resumed)
 
 
 def measured(run: Run) -> Iterator[tuple[str, float]]:

@@ -43,7 +43,9 @@ ACTIVE: dict[str, dict[str, Any]] = {
     "--use-transformer-engine-op-fuser": {"use_transformer_engine_op_fuser": True},
     "--tp-comm-overlap": {"tp_comm_overlap": True},
     "--moe-expert-rank-capacity-factor": {"moe_expert_rank_capacity_factor": 1.5},
-    "--use-megatron-fsdp": {"use_torch_fsdp2": True},
+    "--use-megatron-fsdp with --fp8": {"use_megatron_fsdp": True, "fp8_param_gather": True},
+    "--use-megatron-fsdp with BF16": {"use_custom_fsdp": True},
+    "--use-torch-fsdp2": {"use_torch_fsdp2": True},
 }
 """How a row's flag begins -> settings that turn on this row alone."""
 HARMLESS = {

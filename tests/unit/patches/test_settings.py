@@ -156,7 +156,7 @@ def test_a_controller_is_attached_to_what_megatron_built(fake: Any, attached: li
     ("setting", "named"),
     [
         ({"snip_interval": "often"}, "--snip-interval: "),
-        ({"use_torch_fsdp2": True}, "--snip cannot run with --use-megatron-fsdp"),
+        ({"hybrid_context_parallel": True}, "--snip cannot run with --hybrid-context-parallel"),
     ],
 )
 def test_bad_input_ends_once_per_host_before_the_model_is_built(
