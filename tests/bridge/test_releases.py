@@ -20,11 +20,21 @@ FOLDER = Path(os.environ.get("BRIDGE_RELEASES", "/nonexistent"))
 OLDER = ("0.3.1", "0.4.2", "0.5.1")
 
 
+OF_BRIDGE = [p for p in MEGATRON_BRIDGE.patches if p.module.startswith("megatron.bridge.")]
+
+RECORD = Path(__file__).with_name("functions.json")
+"""Parameters of the functions that SNIP wraps, of 0.6.2."""
+
 PROBE = """
-import json
+import inspect, json
 from tests.bridge import script
+from tests.bridge.test_releases import OF_BRIDGE
 from megatron_snip.patches.install import MEGATRON_BRIDGE
-print("PROBE" + json.dumps({p.target: p.problem() for p in MEGATRON_BRIDGE.patches}))
+found = {
+    "problems": {p.target: p.problem() for p in MEGATRON_BRIDGE.patches},
+    "parameters": {p.target: [*inspect.signature(p.find()[1]).parameters] for p in OF_BRIDGE},
+}
+print("PROBE" + json.dumps(found))
 """
 
 
@@ -32,11 +42,9 @@ def test_the_installed_release_has_every_function() -> None:
     done = run_python("-c", PROBE, timeout=TIMEOUT_S, **RANK_ENVIRONMENT)
     lines = [x for x in done.stdout.splitlines() if x.startswith("PROBE")]
     assert lines, done.stdout + done.stderr
-    problems = json.loads(lines[0].removeprefix("PROBE"))
-    assert problems == {patch.target: None for patch in MEGATRON_BRIDGE.patches}
-
-
-OF_BRIDGE = [p for p in MEGATRON_BRIDGE.patches if p.module.startswith("megatron.bridge.")]
+    found = json.loads(lines[0].removeprefix("PROBE"))
+    assert found["problems"] == {patch.target: None for patch in MEGATRON_BRIDGE.patches}
+    assert found["parameters"] == json.loads(RECORD.read_text())
 
 
 @pytest.mark.parametrize("release", OLDER)

@@ -1,5 +1,7 @@
 """Megatron-Bridge's loop, a fake one: settings, callbacks, and a user's first mistakes."""
 
+import inspect
+import json
 import sys
 from argparse import Namespace
 from collections.abc import Iterator
@@ -13,6 +15,7 @@ from megatron_snip.bridge import SnipCallback, SnipConfig
 from megatron_snip.patches.install import MEGATRON_BRIDGE, REGISTRY, install_for
 from megatron_snip.patches.megatron_bridge import loop
 from megatron_snip.patches.megatron_bridge.settings import set_for_cpu, settings_of
+from tests.processes import ROOT
 
 CFG = SimpleNamespace(
     train=SimpleNamespace(train_iters=9, micro_batch_size=2),
@@ -41,7 +44,7 @@ class FakeBridge:
         def normalize_callbacks(callbacks):
             return callbacks
 
-        def setup(state, provider, restart_store=None, callback_manager=None):
+        def setup(state, train_valid_test_datasets_provider, callback_manager=None):
             fake.calls.append(state)
             return (state, ["model"], "optimizer", "scheduler")
 
@@ -117,6 +120,17 @@ def ends_in_one_line(capsys: pytest.CaptureFixture[str], action: Any) -> str:
     assert end.value.code == 2
     (line,) = capsys.readouterr().err.splitlines()
     return line
+
+
+def test_the_release_has_the_parameters_of_patches_and_of_the_imitation(bridge: FakeBridge) -> None:
+    """`tests/bridge/test_releases.py` compares the record with the release."""
+    record = json.loads((ROOT / "tests" / "bridge" / "functions.json").read_text())
+    patches = [p for p in MEGATRON_BRIDGE.patches if p.target in record]
+    assert {p.target for p in patches} == record.keys()
+    for patch in patches:
+        assert set(patch.needs) <= set(record[patch.target]), patch.target
+        imitated = inspect.signature(getattr(sys.modules[patch.module], patch.attribute))
+        assert set(imitated.parameters) <= set(record[patch.target]), patch.target
 
 
 def test_a_recipes_settings_have_the_names_of_megatron_lm() -> None:
