@@ -4,6 +4,7 @@
 settings are checked there, on every rank, before any process group exists.
 """
 
+import logging
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -20,6 +21,7 @@ from megatron_snip.patches.registry import BRIDGE, CORE, Call, Session, patch
 from megatron_snip.patches.step import end_step, run_evaluation, run_step, schedule_of_evaluation
 
 PRETRAIN = "megatron.bridge.training.pretrain"
+SETUP = "megatron.bridge.training.setup"
 TRAIN = "megatron.bridge.training.train"
 EVAL = "megatron.bridge.training.eval"
 CHECKPOINTING = "megatron.bridge.training.checkpointing"
@@ -56,6 +58,18 @@ def model_setup(call: Call, session: Session) -> Any:
         loggers = partial(_loggers, state)
         packages = [BRIDGE, CORE]
         exit_on_error(lambda: attach(session, config, args, model, optimizer, loggers, packages))
+    return result
+
+
+@patch(SETUP, "setup_logging", needs=("filter_warning",), optional=True)
+def logging_setup(call: Call, session: Session) -> Any:
+    """Keep SNIP's warnings in the log; `logger.filter_warnings`, Bridge's default, drops all."""
+    result = call.run()
+    for name in list(logging.root.manager.loggerDict):
+        logger = logging.getLogger(name)
+        for each in list(logger.filters) if name.startswith("megatron_snip") else ():
+            if getattr(each, "__name__", "") == "warning_filter":
+                logger.removeFilter(each)
     return result
 
 
@@ -114,7 +128,7 @@ def end(call: Call, session: Session) -> Any:
 both_buffers = replace(overlap_buffers.both_buffers, module="transformer_engine.pytorch")
 
 PATCHES = (
-    *(final_settings, callbacks, model_setup),
+    *(final_settings, callbacks, model_setup, logging_setup),
     *(train_step, step_end, evaluation, schedule),
     *(save, load, end, both_buffers),
 )

@@ -2,6 +2,7 @@
 
 import inspect
 import json
+import logging
 import sys
 from argparse import Namespace
 from collections.abc import Iterator
@@ -31,6 +32,11 @@ CFG = SimpleNamespace(
 )
 
 
+def warning_filter(record: logging.LogRecord) -> bool:
+    """Megatron's, under this name."""
+    return record.levelno != logging.WARNING
+
+
 class FakeBridge:
     """The modules that are patched; `calls` are those of `setup`."""
 
@@ -47,6 +53,10 @@ class FakeBridge:
         def setup(state, train_valid_test_datasets_provider, callback_manager=None):
             fake.calls.append(state)
             return (state, ["model"], "optimizer", "scheduler")
+
+        def setup_logging(logging_level=None, filter_warning=True):
+            for name in list(logging.root.manager.loggerDict):
+                logging.getLogger(name).addFilter(warning_filter)
 
         def train_step(forward_step_func, global_state, forward_backward_func):
             return {}, 0, False, False, 0, None, None, None
@@ -71,6 +81,7 @@ class FakeBridge:
 
         functions = {
             loop.PRETRAIN: (runtime_config_update, normalize_callbacks, setup, _finish_train),
+            loop.SETUP: (setup_logging,),
             loop.TRAIN: (train_step, checkpoint_and_decide_exit),
             loop.EVAL: (evaluate, get_forward_backward_func),
             loop.CHECKPOINTING: (generate_state_dict, _load_base_checkpoint),
@@ -170,6 +181,19 @@ def test_flags_attach_a_controller_to_what_bridge_built(
     assert args.train_iters == 10  # in their final form
     assert (model, optimizer) == (["model"], "optimizer")
     assert [package.name for package in packages] == ["megatron-bridge", "megatron-core"]
+
+
+def test_snips_warnings_stay_in_the_log(bridge: FakeBridge) -> None:
+    """Bridge drops the warnings of all loggers unless a recipe sets `logger.filter_warnings`."""
+    ours = logging.getLogger("megatron_snip.reporting.events")
+    other = logging.getLogger("other")
+    install_for(["--snip"])
+    sys.modules[loop.SETUP].setup_logging()
+    try:
+        assert warning_filter not in ours.filters and warning_filter in other.filters
+    finally:
+        for name in list(logging.root.manager.loggerDict):
+            logging.getLogger(name).removeFilter(warning_filter)
 
 
 def test_without_snip_nothing_is_attached(bridge: FakeBridge, attached: list[Any]) -> None:
