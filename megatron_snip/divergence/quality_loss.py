@@ -70,11 +70,11 @@ class OptionDivergence:
     """Divergences of one option at one linear; NaN where a value could not be measured.
 
     Attributes:
-        loss_divergence: score of the change of the loss, in units of the loss.
-        weight_divergence: score of the change of the next updates, no unit.
+        loss_divergence: Score of the change of the loss, in units of the loss.
+        weight_divergence: Score of the change of the next updates, without unit.
         quality_loss: Q, or None if the option is forbidden.
-        abs_error: the score of the baseline min-abs-err.
-        rel_error: the score of the baseline min-rel-err, no unit.
+        abs_error: Score of the baseline min-abs-err.
+        rel_error: Score of the baseline min-rel-err, without unit.
     """
 
     loss_divergence: float
@@ -89,9 +89,9 @@ class DivergenceTable:
     """The divergences of a model at one iteration, the same on every rank.
 
     Attributes:
-        statistics: from which they were computed.
-        lowest_format: the lowest precision among the formats.
-        linears: by linear, in the order of the statistics, and by option.
+        statistics: The statistics that they were computed from.
+        lowest_format: The lowest precision among the formats.
+        linears: The divergences by linear, in the order of the statistics, and by option.
     """
 
     statistics: StatisticsTable
@@ -122,11 +122,11 @@ def divergence_table(
     """Compute every option's divergences and quality loss at every linear.
 
     Args:
-        table: the statistics.
-        options: what every linear may choose.
-        lowest_format: the lowest precision among the formats.
-        config: its `loss_divergence` and `weight_lambda` are used.
-        warn: whether to log what is forbidden; one rank of many is enough.
+        table: The statistics.
+        options: The options that every linear may choose.
+        lowest_format: The lowest precision among the formats.
+        config: SNIP's settings, of which `loss_divergence` and `weight_lambda` are used.
+        warn: Whether to log what is forbidden; one rank of many is enough.
     """
     lowest = Option.uniform(lowest_format)
     kappa = fprop_scale(table.linears, lowest_format)
@@ -134,22 +134,27 @@ def divergence_table(
     weight_of = partial(weight_divergence, kappa=kappa)
     loss_sum = finite_sum(_or_nan(loss_of, linear, lowest) for linear in table.linears)
     weight_sum = finite_sum(_or_nan(weight_of, linear, lowest) for linear in table.linears)
-    rows: dict[str, dict[Option, OptionDivergence]] = {}
+    linears: dict[str, dict[Option, OptionDivergence]] = {}
     for linear in table.linears:
-        found = rows[linear.name] = {}
+        by_option = {}
         for option in options:
-            loss, weight = (_or_nan(of, linear, option) for of in (loss_of, weight_of))
+            loss = _or_nan(loss_of, linear, option)
+            weight = _or_nan(weight_of, linear, option)
             quality = _share(loss, loss_sum)
             if config.weight_lambda > 0:  # what does not count cannot forbid
                 quality += config.weight_lambda * _share(weight, weight_sum)
-            found[option] = OptionDivergence(
-                loss,
-                weight,
-                _allowed(quality, linear.name, option, warn),
-                _or_nan(absolute_error, linear, option),
-                _or_nan(relative_error, linear, option),
+            if warn and not math.isfinite(quality):
+                text = "option %s is forbidden for %s at this refresh: its quality loss is %s"
+                logger.warning(text, option, linear.name, quality)
+            by_option[option] = OptionDivergence(
+                loss_divergence=loss,
+                weight_divergence=weight,
+                quality_loss=quality if math.isfinite(quality) else None,
+                abs_error=_or_nan(absolute_error, linear, option),
+                rel_error=_or_nan(relative_error, linear, option),
             )
-    return DivergenceTable(table, lowest_format, rows)
+        linears[linear.name] = by_option
+    return DivergenceTable(table, lowest_format, linears)
 
 
 def planning_problem(table: DivergenceTable, target: float) -> PlanningProblem:
@@ -158,17 +163,21 @@ def planning_problem(table: DivergenceTable, target: float) -> PlanningProblem:
     An option saves its share of FLOPs in the lowest precision. Its scores are those of the
     baselines.
     """
-
-    def cost(linear: LinearStatistics, option: Option, d: OptionDivergence) -> OptionCost:
-        norms = _or_nan(norm_bound, linear, option)
-        scores = {"abs_error": d.abs_error, "rel_error": d.rel_error, "norms": norms}
-        saving = option.share_in(table.lowest_format)
-        return OptionCost(quality_loss=d.quality_loss, saving=saving, scores=without_nan(scores))
-
-    linears = (
-        _choices(i, {str(o): cost(i, o, d) for o, d in table.linears[i.name].items()})
-        for i in table.statistics.linears
-    )
+    linears = []
+    for linear in table.statistics.linears:
+        costs = {}
+        for option, divergence in table.linears[linear.name].items():
+            scores = {
+                "abs_error": divergence.abs_error,
+                "rel_error": divergence.rel_error,
+                "norms": _or_nan(norm_bound, linear, option),
+            }
+            costs[str(option)] = OptionCost(
+                quality_loss=divergence.quality_loss,
+                saving=option.share_in(table.lowest_format),
+                scores=without_nan(scores),
+            )
+        linears.append(_choices(linear, costs))
     return PlanningProblem(linears=tuple(linears), target=target)
 
 
@@ -180,11 +189,14 @@ def unmeasured_problem(
         str(option): OptionCost(quality_loss=0.0, saving=option.share_in(lowest_format))
         for option in options
     }
-    return PlanningProblem(linears=tuple(_choices(i, costs) for i in linears), target=target)
+    choices = tuple(_choices(linear, costs) for linear in linears)
+    return PlanningProblem(linears=choices, target=target)
 
 
-def _choices(i: LinearInfo, costs: dict[str, OptionCost]) -> LinearChoices:
-    return LinearChoices(name=i.name, stage=i.stage, flops=i.flops_per_token, options=costs)
+def _choices(linear: LinearInfo, costs: dict[str, OptionCost]) -> LinearChoices:
+    return LinearChoices(
+        name=linear.name, stage=linear.stage, flops=linear.flops_per_token, options=costs
+    )
 
 
 def divergences_dict(table: DivergenceTable) -> dict[str, Any]:
@@ -210,7 +222,9 @@ def loss_divergence(linear: LinearStatistics, option: Option, estimator: LossDiv
     if name == "bf16":
         return 0.0
     found = linear.formats[name]
-    return found.fisher + (abs(found.first) if estimator == "first_plus_fisher" else 0.0)
+    if estimator == "first_plus_fisher":
+        return found.fisher + abs(found.first)
+    return found.fisher
 
 
 def fprop_scale(linears: Sequence[LinearStatistics], lowest_format: str) -> float:
@@ -253,29 +267,36 @@ def relative_error(linear: LinearStatistics, option: Option) -> float:
 def _operand_errors(linear: LinearStatistics, option: Option) -> Iterator[tuple[float, float]]:
     """Yield (|Q(A) - A|^2, |A|^2) of each operand of each quantized GEMM."""
     for gemm in Gemm:
-        if option[gemm] != "bf16":
-            found = linear.formats[option[gemm]]
-            for operand in GEMM_OPERANDS[gemm]:
-                error, norm = _ERROR_FIELDS[operand]
-                yield getattr(found, error), getattr(linear, norm)
+        if option[gemm] == "bf16":
+            continue
+        found = linear.formats[option[gemm]]
+        for operand in GEMM_OPERANDS[gemm]:
+            error_field, norm_field = _ERROR_FIELDS[operand]
+            yield getattr(found, error_field), getattr(linear, norm_field)
 
 
 def norm_bound(linear: LinearStatistics, option: Option) -> float:
     """Return the sum over GEMMs of the bound of their errors by Frobenius norms."""
     total = 0.0
-    for gemm in (g for g in Gemm if option[g] != "bf16"):
+    for gemm in Gemm:
+        if option[gemm] == "bf16":
+            continue
         found = linear.formats[option[gemm]]
+        norm = {}
+        error = {}
+        for operand, (error_field, norm_field) in _ERROR_FIELDS.items():
+            norm[operand] = math.sqrt(getattr(linear, norm_field))
+            error[operand] = math.sqrt(getattr(found, error_field))
         a, b = GEMM_OPERANDS[gemm]
-        norm = {o: math.sqrt(getattr(linear, name)) for o, (_, name) in _ERROR_FIELDS.items()}
-        error = {o: math.sqrt(getattr(found, name)) for o, (name, _) in _ERROR_FIELDS.items()}
-        (other,) = set(Operand) - {a, b}
-        total += norm[other] * (norm[a] * error[b] + error[a] * norm[b])
+        (c,) = set(Operand) - {a, b}  # the tensor that is no operand of this GEMM
+        total += norm[c] * (norm[a] * error[b] + error[a] * norm[b])
     return total
 
 
 def _or_nan(
     compute: Callable[[LinearStatistics, Option], float], linear: LinearStatistics, option: Option
 ) -> float:
+    """Return a score, or NaN where it could not be measured."""
     if linear.microbatches == 0 and option != BF16:  # no backward reached it
         return math.nan
     try:
@@ -285,15 +306,7 @@ def _or_nan(
 
 
 def _share(value: float, total: float) -> float:
+    """Return value / total; 0 of nothing is 0, and any other share of nothing is NaN."""
     if value == 0.0:
         return 0.0
     return value / total if total > 0 else math.nan
-
-
-def _allowed(quality: float, name: str, option: Option, warn: bool) -> float | None:
-    if math.isfinite(quality):
-        return quality
-    if warn:
-        text = "option %s is forbidden for %s at this refresh: its quality loss is %s"
-        logger.warning(text, option, name, quality)
-    return None

@@ -25,10 +25,10 @@ class Measurement:
     """A refresh has measured every linear.
 
     Attributes:
-        divergences: the model's divergences, and the statistics that they were computed from.
-        problem: the planning problem.
-        seconds: wall time that measuring added.
-        health: what quantization did to the tensors of these iterations.
+        divergences: The model's divergences, and the statistics that they were computed from.
+        problem: The planning problem.
+        seconds: Wall time that measuring added.
+        health: What quantization does to the tensors of the measured iterations.
     """
 
     divergences: DivergenceTable
@@ -42,13 +42,13 @@ class PlanApplied:
     """Every rank runs this plan from the event's iteration on.
 
     Attributes:
-        plan: the plan.
-        format_shares: share of the linears' FLOPs in each format, lowest precision first.
-        num_changed: linears whose option changed.
-        waited_s: seconds that training waited for the solver.
-        resumed: whether a resumed run continues with its plan.
-        resolved: what every linear runs ({linear: ...}, see `PlannedModel.resolved`).
-        saving_s: seconds of a step that it is predicted to save against BF16, or None.
+        plan: The plan.
+        format_shares: Share of the linears' FLOPs in each format, lowest precision first.
+        num_changed: Number of linears whose option changed.
+        waited_s: Seconds that training waited for the solver.
+        resumed: Whether a resumed run continues with its plan.
+        resolved: What every linear runs, by its name; see `PlannedModel.resolved`.
+        saving_s: Predicted seconds that the plan saves of a step against BF16, or None.
     """
 
     plan: PrecisionPlan
@@ -91,9 +91,9 @@ class Metrics:
     """An iteration has ended.
 
     Attributes:
-        values: loss, grad_norm, lr and others, as the training loop measured them.
-        is_addition: whether they belong to the iteration that was reported last: evaluations after
-            the end of training.
+        values: Values by name: loss, grad_norm, lr and others, as the training loop measured them.
+        is_addition: Whether the values belong to the iteration that was reported last: evaluations
+            after the end of training.
     """
 
     values: dict[str, Any]
@@ -108,8 +108,8 @@ class Event:
     """One event.
 
     Attributes:
-        iteration: Megatron's (1-based).
-        payload: what happened.
+        iteration: Megatron's iteration, 1-based.
+        payload: What happened in it.
     """
 
     iteration: int

@@ -8,6 +8,8 @@ row 17, column fc1. Names of another form get a row of their own.
 """
 
 import io
+import itertools
+import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -29,7 +31,10 @@ from megatron_snip.reporting.text import label
 from megatron_snip.statistics.health_table import HealthTable
 from megatron_snip.types import Gemm, Operand, split_linear_name
 
-SURFACE, MUTED, FAINT, WARNING = "#ffffff", "#6b7685", "#e3e7ec", "#c2251c"
+SURFACE = "#ffffff"
+MUTED = "#6b7685"
+FAINT = "#e3e7ec"
+WARNING = "#c2251c"
 LINE = "#1f6fd1"
 
 _SHADES = {
@@ -90,8 +95,8 @@ class LinearGrid:
     """Where each linear is in a map.
 
     Attributes:
-        rows: labels of the layers.
-        columns: labels of the kinds of linears, in the model's order.
+        rows: Labels of the layers.
+        columns: Labels of the kinds of linears, in the model's order.
     """
 
     def __init__(self, names: Iterable[str]) -> None:
@@ -104,17 +109,24 @@ class LinearGrid:
             name: (layers.index((blocks.index(block), layer)), modules.index(module))
             for name, (block, layer, module) in split.items()
         }
-        self.rows = [
-            label(blocks[b]) if n < 0 else f"{label(blocks[b])} {n}" if len(blocks) > 1 else str(n)
-            for b, n in layers
-        ]
+        self.rows = []
+        for index, layer in layers:
+            block = label(blocks[index])
+            if layer < 0:  # a name of another form
+                self.rows.append(block)
+            elif len(blocks) > 1:
+                self.rows.append(f"{block} {layer}")
+            else:
+                self.rows.append(str(layer))
         short = [module.rpartition(".")[2].removeprefix("linear_") for module in modules]
-        self.columns = [*map(label, short if len(set(short)) == len(short) else modules)]
+        is_unique = len(set(short)) == len(short)
+        self.columns = [label(name) for name in (short if is_unique else modules)]
 
     @property
     def height_in(self) -> float:
         """Inches of a map."""
-        return float(np.clip(len(self.rows) * (0.3 if len(self.rows) <= 8 else 0.2), 0.9, 4.5))
+        row_in = 0.3 if len(self.rows) <= 8 else 0.2
+        return float(np.clip(len(self.rows) * row_in, 0.9, 4.5))
 
     def table(self, values: Mapping[str, float | None]) -> Floats:
         """Return [rows, columns]; NaN where there is no linear or no value."""
@@ -128,10 +140,10 @@ class LinearGrid:
         """Draw a map; return matplotlib's mesh.
 
         Args:
-            axes: where.
-            edges: [columns + 1], x of the cells' edges.
-            cells: [rows, columns]; NaN has no color. The first row is at the top.
-            colors: how `pcolormesh` colors the values.
+            axes: The axes to draw on.
+            edges: The x of the cells' edges, [columns + 1].
+            cells: The values, [rows, columns]; NaN has no color. The first row is at the top.
+            colors: Arguments of `pcolormesh` that color the values.
         """
         style: dict[str, Any] = {"edgecolors": SURFACE, "linewidth": 1.0}
         if cells.size > 600:  # as shapes they would make a large file; these are pixels
@@ -143,7 +155,8 @@ class LinearGrid:
         axes.set_xlim(edges[0], edges[-1])
         axes.spines[:].set_visible(False)
         axes.tick_params(length=0)
-        named = range(0, len(self.rows), max(1, -(-len(self.rows) // 20)))
+        step = max(1, math.ceil(len(self.rows) / 20))  # at most 20 labels
+        named = range(0, len(self.rows), step)
         axes.set_yticks([k + 0.5 for k in named], [self.rows[k] for k in named])
         return mesh
 
@@ -177,16 +190,20 @@ def plan_map(linears: Mapping[str, Option]) -> Figure:
 @matplotlib.rc_context(STYLE)
 def plan_history(spans: Sequence[PlanSpan]) -> Figure:
     """Draw the plans over the iterations: a panel per kind of linear and GEMM."""
-    grid = LinearGrid(dict.fromkeys(name for span in spans for name in span.plan.linears))
-    options = {option for span in spans for option in span.plan.linears.values()}
+    names: dict[str, None] = {}
+    options: set[Option] = set()
+    for span in spans:
+        names |= dict.fromkeys(span.plan.linears)
+        options |= set(span.plan.linears.values())
+    grid = LinearGrid(names)
     gemms = _gemms(options)
-    panels = [(column, gemm) for gemm in gemms for column in range(len(grid.columns))]
+    panels = list(itertools.product(gemms, range(len(grid.columns))))
     across = min(len(grid.columns), 4)
-    down = -(-len(panels) // across)
+    down = math.ceil(len(panels) / across)
     figure = _new_figure(down * (grid.height_in + 0.45) + 0.5)
     axes_of = figure.subplots(down, across, sharex=True, sharey=True, squeeze=False).flat
     edges = np.array([span.start for span in spans] + [spans[-1].end], np.float64)
-    for axes, (column, gemm) in zip(axes_of, panels, strict=False):
+    for axes, (gemm, column) in zip(axes_of, panels, strict=False):
         tables = [_format_table(grid, span.plan.linears, gemm) for span in spans]
         cells = np.stack([table[:, column] for table in tables], axis=1)
         grid.draw(axes, edges, cells, **_format_scale())
@@ -207,7 +224,7 @@ def divergence_maps(record: Divergences) -> Figure:
     """Draw both divergences of the quantized uniform options, each on one logarithmic scale.
 
     Args:
-        record: with at least one quantized uniform option.
+        record: Divergences of at least one quantized uniform option.
     """
     options = record.quantized_options
     grid = LinearGrid(linear.name for linear in record.linears)
@@ -232,15 +249,18 @@ def health_maps(tables: Sequence[HealthTable]) -> Figure:
     """Draw SQNR and underflow of each operand in the lowest precision, two rows for each table.
 
     Args:
-        tables: with at least one linear each; panels of a measure share one scale.
+        tables: Tables with at least one linear each; panels of a measure share one scale.
     """
     grid = LinearGrid(linear.name for linear in tables[-1].linears)
     measures: dict[HealthMeasure, str] = {"sqnr_db": "SQNR in dB", "underflow": "underflow"}
-    lines = [(measure, table) for measure in measures for table in tables]
+    lines = list(itertools.product(measures, tables))
     figure = _new_figure(len(lines) * (grid.height_in + 0.6))
     panels = figure.subplots(len(lines), len(Operand), sharex=True, sharey=True, squeeze=False)
     for line, (measure, table) in zip(panels, lines, strict=True):
-        values = [each.value for t in tables for each in t.findings(measure, t.lowest)] or [0.0]
+        values = [0.0]
+        every = [other.findings(measure, other.lowest) for other in tables]
+        if any(every):
+            values = [each.value for each in itertools.chain.from_iterable(every)]
         findings = table.findings(measure, table.lowest)
         cells = {}
         for operand in Operand:
@@ -272,7 +292,7 @@ def health_histograms(tables: Sequence[HealthTable]) -> Figure:
     """Draw how magnitudes are distributed in the three linears with the lowest SQNR.
 
     Args:
-        tables: at most two; the linears are the last one's.
+        tables: At most two tables; the linears are those of the last one.
     """
     findings = tables[-1].findings("sqnr_db", tables[-1].lowest)
     every = (*(each.linear for each in findings), tables[-1].linears[0].name)
@@ -300,8 +320,9 @@ def health_histograms(tables: Sequence[HealthTable]) -> Figure:
 
 
 def _gemms(options: Iterable[Option]) -> tuple[Gemm, ...]:
-    mixed = any(len(set(option.formats)) > 1 for option in options)
-    return tuple(Gemm) if mixed else (Gemm.FPROP,)
+    """Return the GEMMs to draw: one stands for all three where every option is uniform."""
+    is_mixed = any(len(set(option.formats)) > 1 for option in options)
+    return tuple(Gemm) if is_mixed else (Gemm.FPROP,)
 
 
 def _format_table(grid: LinearGrid, linears: Mapping[str, Option], gemm: Gemm) -> Floats:
@@ -315,7 +336,7 @@ def _format_scale() -> dict[str, Any]:
 
 
 def _format_legend(figure: Figure, options: Iterable[Option], title: str | None = None) -> None:
-    names = {name for option in options for name in option.formats}
+    names = set(itertools.chain.from_iterable(option.formats for option in options))
     ordered = sorted(names, key=lambda name: -FORMATS[name].bits)
     entries = [Patch(color=FORMAT_COLORS.get(name, _REDS[-1]), label=name) for name in ordered]
     figure.legend(handles=entries, loc="outside upper right", ncols=len(entries), title=title)
@@ -330,8 +351,8 @@ def loss_curves(run: RunRecord, reference: tuple[str, MetricRows] | None = None)
     """Draw training and validation losses, and the gap to a reference below.
 
     Args:
-        run: the run.
-        reference: name and metrics of the run that the gap is taken to.
+        run: The run.
+        reference: Name and metrics of the run that the gap is taken to.
     """
     panels = 1 if reference is None else 2
     figure = _new_figure(2.3 + 1.5 * panels)
@@ -341,24 +362,28 @@ def loss_curves(run: RunRecord, reference: tuple[str, MetricRows] | None = None)
     lower = all_axes[-1]
     if reference is not None:
         name, metrics = reference
-        axes.plot(*metrics.column("loss"), color=MUTED, linewidth=1.2, label=label(name))
+        iterations, losses = metrics.column("loss")
+        axes.plot(iterations, losses, color=MUTED, linewidth=1.2, label=label(name))
         lower.axhline(0.0, color=MUTED, linewidth=1.2)
         lower.set_ylabel("gap")
         lower.grid(axis="y")
-        lower.plot(*run.metrics.gap_to(metrics), color=LINE, linewidth=1.4)
+        common, gap = run.metrics.gap_to(metrics)
+        lower.plot(common, gap, color=LINE, linewidth=1.4)
     changes = [span.start for span in run.plans if span.num_changed]
     failures = sorted({at for at, kind, _ in run.metrics.notices if kind != "health"})
-    for text, iterations, style in (
+    for text, marked, style in (
         ("plan changed", changes, {"color": MUTED, "linewidth": 1.0, "linestyle": ":"}),
         ("failure", failures, {"color": WARNING, "linewidth": 1.2}),
     ):
-        for k, at in enumerate(iterations):
+        for k, at in enumerate(marked):
             axes.axvline(at, **style, label=text if k == 0 else None)
-    axes.plot(*run.metrics.column("loss"), color=LINE, linewidth=1.4, label="training", zorder=3)
-    measured, losses = run.metrics.column("validation_loss")
-    if (seen := np.isfinite(losses)).any():
+    iterations, losses = run.metrics.column("loss")
+    axes.plot(iterations, losses, color=LINE, linewidth=1.4, label="training", zorder=3)
+    evaluated, losses = run.metrics.column("validation_loss")
+    is_known = np.isfinite(losses)
+    if is_known.any():
         style = {"color": LINE, "markersize": 5, "markeredgecolor": SURFACE}
-        axes.plot(measured[seen], losses[seen], "o", **style, label="validation", zorder=4)
+        axes.plot(evaluated[is_known], losses[is_known], "o", **style, label="validation", zorder=4)
     _finish(figure, axes, "loss")
     lower.set_xlabel("iteration")
     lower.xaxis.set_major_locator(_iteration_ticks(8))
@@ -379,15 +404,18 @@ def frontier_curve(points: Points, plan: tuple[float, float] | None, lowest: str
     Args:
         points: (efficiency, quality loss) in ascending order; quality losses are shares of the
             uniform lowest precision's.
-        plan: the same of the current plan, or None.
-        lowest: names of the formats of the lowest precision.
+        plan: (efficiency, quality loss) of the current plan, or None.
+        lowest: Names of the formats of the lowest precision.
     """
     figure = _new_figure(3.0)
     axes = figure.subplots()
-    axes.plot(*zip(*points, strict=True), "o-", color=LINE, markersize=3, label="best plan")
+    efficiencies = [efficiency for efficiency, _ in points]
+    losses = [loss for _, loss in points]
+    axes.plot(efficiencies, losses, "o-", color=LINE, markersize=3, label="best plan")
     if plan is not None:
+        efficiency, loss = plan
         style: dict[str, Any] = {"markersize": 14, "markeredgecolor": SURFACE}
-        axes.plot(*plan, "*", color=WARNING, **style, label="current plan")
+        axes.plot(efficiency, loss, "*", color=WARNING, **style, label="current plan")
     axes.set_ylim(bottom=0.0)
     for axis in (axes.xaxis, axes.yaxis):
         axis.set_major_formatter(PercentFormatter(1.0))

@@ -27,6 +27,7 @@ from megatron_snip.files import (
     read_text,
     read_yaml,
 )
+from megatron_snip.options import BF16
 from megatron_snip.planning.plan import PrecisionPlan, read_plan
 from megatron_snip.planning.problem import PlanningProblem, parse_option, read_problem
 from megatron_snip.statistics.health_table import HealthTable
@@ -63,7 +64,7 @@ class MetricRows:
     """metrics.jsonl.
 
     Attributes:
-        rows: one dict per iteration, in ascending order.
+        rows: One row of the file for each iteration, in ascending order.
     """
 
     rows: tuple[dict[str, Any], ...]
@@ -75,14 +76,17 @@ class MetricRows:
 
     def column(self, name: str) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
         """Return (iterations, values) of the rows that have `name`; null becomes NaN."""
-        found = [(row["iteration"], row[name]) for row in self.rows if name in row]
-        values = [np.nan if value is None else value for _, value in found]
-        return np.array([at for at, _ in found], np.int64), np.array(values, np.float64)
+        rows = [row for row in self.rows if name in row]
+        iterations = [row["iteration"] for row in rows]
+        values = [np.nan if row[name] is None else row[name] for row in rows]
+        return np.array(iterations, np.int64), np.array(values, np.float64)
 
     def last(self, name: str) -> float | None:
         """Return the last value of a column, or None if there is none."""
-        values = (row[name] for row in reversed(self.rows) if row.get(name) is not None)
-        return next((float(value) for value in values), None)
+        for row in reversed(self.rows):
+            if row.get(name) is not None:
+                return float(row[name])
+        return None
 
     def total(self, name: str) -> float:
         """Return the sum of a column, without NaN."""
@@ -105,11 +109,11 @@ class MetricRows:
     @property
     def notices(self) -> list[tuple[int, str, str]]:
         """(iteration, kind, message) of every notice, in order."""
-        return [
-            (row["iteration"], notice["kind"], notice["message"])
-            for row in self.rows
-            for notice in row.get("notices", ())
-        ]
+        notices = []
+        for row in self.rows:
+            for notice in row.get("notices", ()):
+                notices.append((row["iteration"], notice["kind"], notice["message"]))
+        return notices
 
 
 class _Statistics(BaseModel, strict=True):
@@ -120,9 +124,9 @@ class LinearRecord(BaseModel, strict=True):
     """One linear of a divergences file.
 
     Attributes:
-        name: of the linear.
-        options: {option: {measure: value}}; None where a value could not be measured.
-        statistics: sums behind them; `formats` has them by format.
+        name: Name of the linear.
+        options: Values by option and measure; None where a value could not be measured.
+        statistics: The sums behind the values; `formats` has them by format.
     """
 
     name: Label
@@ -134,9 +138,9 @@ class Divergences(BaseModel, strict=True):
     """divergences/<iteration>.json.
 
     Attributes:
-        iteration: that was measured.
-        loss: of that iteration.
-        linears: in the model's order.
+        iteration: The measured iteration.
+        loss: Loss of that iteration.
+        linears: The linears in the model's order.
     """
 
     iteration: _Count
@@ -147,7 +151,8 @@ class Divergences(BaseModel, strict=True):
     def quantized_options(self) -> tuple[str, ...]:
         """Options with one format in all three GEMMs, but for bf16, which diverges by 0."""
         names = self.linears[0].options if self.linears else ()
-        return tuple(n for n in names if n != "bf16" and len(set(parse_option(n).formats)) == 1)
+        uniform = [name for name in names if len(set(parse_option(name).formats)) == 1]
+        return tuple(name for name in uniform if name != "bf16")
 
     def values(self, option: str, measure: str) -> dict[str, float | None]:
         """Return {linear: value} of one option."""
@@ -159,13 +164,13 @@ class PlanSpan:
     """Iterations that ran under one plan.
 
     Attributes:
-        start: first iteration.
-        end: one past the last iteration.
-        plan: the plan.
-        num_changed: linears whose option it changed.
-        wait_s: seconds that training waited for it.
-        saving_s: predicted seconds that it saves of a step against BF16; None without seconds.
-        step_s: mean seconds of a step under it, as observed (`step_s` of metrics.jsonl).
+        start: First iteration under the plan.
+        end: One past the last iteration under it.
+        plan: The plan.
+        num_changed: Number of linears whose option it changed.
+        wait_s: Seconds that training waited for it.
+        saving_s: Predicted seconds that it saves of a step against BF16; None without seconds.
+        step_s: Mean seconds of a step under it, as observed (`step_s` of metrics.jsonl).
     """
 
     start: int
@@ -182,16 +187,17 @@ class RunRecord:
     """One run.
 
     Attributes:
-        path: its directory.
-        config: config.yaml as plain values.
+        path: The run's directory.
+        config: Content of config.yaml as plain values.
         snip: SNIP's settings; None where this version cannot read them.
-        versions: versions.json, as it is; empty if there is none.
-        metrics: every iteration.
-        plans: in order; empty for a run without plans.
-        divergences: of the last refresh, or None.
-        problem: of the last refresh, or None.
-        health: of the last refresh before a plan was applied, and of the last; those there are.
-        simulated: whether quantized linears were simulated; None if that is not known.
+        versions: Content of versions.json; empty if there is no such file.
+        metrics: Metrics of every iteration.
+        plans: The plans in order; empty for a run without plans.
+        divergences: Divergences of the last refresh, or None.
+        problem: Planning problem of the last refresh, or None.
+        health: Health at the last refresh before the first plan was applied, and at the last
+            refresh; either is left out if there is none.
+        simulated: Whether quantized linears were simulated; None if that is not known.
     """
 
     path: Path
@@ -237,18 +243,20 @@ class RunRecord:
         snip = self.snip
         if snip is None or not snip.enabled or snip.collect_only or snip.cost == "time":
             return None
-        plan = self.plan if snip.has_schedule else None
-        return snip.efficiency_target if plan is None else plan.target
+        if snip.has_schedule and self.plan is not None:
+            return self.plan.target
+        return snip.efficiency_target
 
-    def quality_share(self, loss: float | None) -> float | None:
+    def quality_share(self, quality_loss: float | None) -> float | None:
         """Return a quality loss as share of the uniform lowest precision's, which is 1 + lambda."""
-        return None if loss is None or self.snip is None else loss / (1 + self.snip.weight_lambda)
+        if quality_loss is None or self.snip is None:
+            return None
+        return quality_loss / (1 + self.snip.weight_lambda)
 
 
 def only_bf16(spans: Iterable[PlanSpan]) -> bool:
     """Return whether all linears are in BF16 under all plans; true without plans."""
-    options = (option for span in spans for option in span.plan.linears.values())
-    return all(set(option.formats) == {"bf16"} for option in options)
+    return all(set(span.plan.linears.values()) <= {BF16} for span in spans)
 
 
 def read_run(path: Path) -> RunRecord:
@@ -311,8 +319,8 @@ def read_metrics(path: Path) -> MetricRows:
 
 
 def _health(folder: Path, last_iteration: int, plans: Sequence[PlanSpan]) -> Iterator[HealthTable]:
-    paths = [_last(folder, plans[0].start - 1)] if plans else []
-    for path in dict.fromkeys([*paths, _last(folder, last_iteration)]):
+    before_plans = _last(folder, plans[0].start - 1) if plans else None
+    for path in dict.fromkeys([before_plans, _last(folder, last_iteration)]):
         if path is not None:
             yield HealthTable.from_dict(read_json(path, "health file"), f"health file '{path}'")
 
@@ -353,8 +361,8 @@ def plan_spans(path: Path, metrics: MetricRows) -> tuple[PlanSpan, ...]:
     """
     rows = [row for row in metrics.rows if row.get("plan_iteration") is not None]
     ends = [row["iteration"] for row in rows[1:]] + [metrics.last_iteration + 1]
-    names = {row["plan_iteration"] for row in rows}
-    plans = {name: read_plan(path / "plans" / f"{name}.json") for name in names}
+    asked_at = {row["plan_iteration"] for row in rows}
+    plans = {iteration: read_plan(path / "plans" / f"{iteration}.json") for iteration in asked_at}
     return tuple(
         PlanSpan(
             start=row["iteration"],

@@ -88,7 +88,7 @@ def made_writers(makers: Mapping[str, Callable[[], Writer]]) -> list[Writer]:
 MEGATRON_LOGS = frozenset({"loss", "grad_norm", "lr", "validation_loss"})
 """Metrics that Megatron logs itself."""
 
-_METRIC_NAMES = {"loss": "1_loss", "lowest_precision_fraction": "3_lowest_precision_share"}
+_NUMBERED_METRICS = {"loss": "1_loss", "lowest_precision_fraction": "3_lowest_precision_share"}
 
 
 class ScalarSeries:
@@ -99,13 +99,14 @@ class ScalarSeries:
 
         Args:
             config: SNIP's settings as plain values.
-            left_out: training metrics that are not wanted, by their names in `Metrics`.
+            left_out: Names (in `Metrics`) of training metrics that are not wanted.
         """
         self._uniform_loss = 1.0 + float(config.get("weight_lambda", 0.0))
         self._left_out = frozenset(left_out)
         self._formats: set[str] = set(config.get("formats", ()))  # and those of former plans
         self._last_refresh: float | None = None  # or the first event
-        self._failed = self._guarded = 0
+        self._failed = 0
+        self._guarded = 0
 
     def values(self, event: Event) -> dict[str, float]:
         """Return the event's numbers by name; call it once for every event, in order."""
@@ -116,45 +117,68 @@ class ScalarSeries:
             case Measurement() as measured:
                 elapsed = now - self._last_refresh
                 self._last_refresh = now
-                overhead = 100.0 * measured.seconds / elapsed if elapsed > 0 else None
-                lowest = measured.divergences.of_lowest()
-                found = {
-                    "snip/divergence/loss_total": sum(d.loss_divergence for d in lowest),
-                    "snip/divergence/weight_total": sum(d.weight_divergence for d in lowest),
-                    "snip/4_refresh_overhead_percent": overhead,
-                    "snip/refresh/measure_s": measured.seconds,
-                }
-                summary = measured.health.summary()
-                found |= {f"snip/health/{name}": value for name, value in summary.items()}
+                found = self._of_measurement(measured, elapsed)
             case PlanApplied() as applied:
-                loss = applied.plan.objective
-                shares = applied.format_shares
-                self._formats |= shares.keys()
-                # A format that a plan stops using gets a 0, or its series would keep the old value.
-                found = {f"snip/share/{name}": shares.get(name, 0.0) for name in self._formats}
-                found |= {
-                    "snip/2_quality_loss_share": loss and loss / self._uniform_loss,
-                    "snip/refresh/changed_linears": applied.num_changed,
-                    "snip/refresh/target": applied.plan.target,
-                    "snip/refresh/solve_s": applied.plan.seconds,
-                    "snip/refresh/wait_s": applied.waited_s,
-                }
+                found = self._of_plan(applied)
             case Notice(kind, _):
                 self._failed += kind == "refresh_failed"
                 self._guarded += kind == "guard"
                 found = self._counters()
             case Metrics(values=metrics):
-                wanted = {k: v for k, v in metrics.items() if k not in self._left_out}
-                names = {k: k if "/" in k else f"training/{k}" for k in wanted} | _METRIC_NAMES
-                found = {f"snip/{names[k]}": v for k, v in wanted.items()} | self._counters()
+                found = self._of_metrics(metrics)
         return {
             name: float(value)
             for name, value in found.items()
             if isinstance(value, int | float) and math.isfinite(value)
         }
 
+    def _of_measurement(self, measured: Measurement, elapsed_s: float) -> dict[str, Any]:
+        overhead = 100.0 * measured.seconds / elapsed_s if elapsed_s > 0 else None
+        lowest = measured.divergences.of_lowest()
+        found: dict[str, Any] = {
+            "snip/divergence/loss_total": sum(each.loss_divergence for each in lowest),
+            "snip/divergence/weight_total": sum(each.weight_divergence for each in lowest),
+            "snip/4_refresh_overhead_percent": overhead,
+            "snip/refresh/measure_s": measured.seconds,
+        }
+        for name, value in measured.health.summary().items():
+            found[f"snip/health/{name}"] = value
+        return found
+
+    def _of_plan(self, applied: PlanApplied) -> dict[str, Any]:
+        plan = applied.plan
+        shares = applied.format_shares
+        self._formats |= shares.keys()
+        # A format that a plan stops using gets a 0, or its series would keep the old value.
+        found: dict[str, Any] = {
+            f"snip/share/{name}": shares.get(name, 0.0) for name in self._formats
+        }
+        if plan.objective is not None:
+            found["snip/2_quality_loss_share"] = plan.objective / self._uniform_loss
+        found |= {
+            "snip/refresh/changed_linears": applied.num_changed,
+            "snip/refresh/target": plan.target,
+            "snip/refresh/solve_s": plan.seconds,
+            "snip/refresh/wait_s": applied.waited_s,
+        }
+        return found
+
+    def _of_metrics(self, metrics: Mapping[str, Any]) -> dict[str, Any]:
+        found = {}
+        for name, value in metrics.items():
+            if name not in self._left_out:
+                found[f"snip/{_metric_name(name)}"] = value
+        return found | self._counters()
+
     def _counters(self) -> dict[str, Any]:
         return {"snip/refresh/failed": self._failed, "snip/1_guard_events": self._guarded}
+
+
+def _metric_name(name: str) -> str:
+    """Return the name of a training metric below `snip/`; `eval/...` is its own."""
+    if name in _NUMBERED_METRICS:
+        return _NUMBERED_METRICS[name]
+    return name if "/" in name else f"training/{name}"
 
 
 class _Dashboard(ABC):
@@ -165,13 +189,13 @@ class _Dashboard(ABC):
         interval: int = 1,
         left_out: Collection[str] = (),
     ) -> None:
-        """Show `config` (plain values); write metrics every `interval` iterations.
+        """Show the settings, and start to write.
 
         Args:
-            board: a `SummaryWriter`, which its maker closes, or the module `wandb`.
-            config: the run's settings.
-            interval: see above.
-            left_out: training metrics that are not wanted, by their names in `Metrics`.
+            board: A `SummaryWriter`, which its maker closes, or the module `wandb`.
+            config: The run's settings as plain values.
+            interval: Number of iterations between metrics that are written.
+            left_out: Names (in `Metrics`) of training metrics that are not wanted.
         """
         self._board = board
         self._interval = max(1, interval)

@@ -31,8 +31,11 @@ from megatron_snip.statistics.optimizer_state import NORMS
 from megatron_snip.statistics.records import LinearStatistics, StatisticsTable
 from megatron_snip.types import Gemm, Operand
 
-LOWEST_LOG2, NUM_BINS = -96, 128
-"""Scales are counted by floor(log2(scale)), from 2^-96 to 2^31; others count at the ends."""
+LOWEST_LOG2 = -96
+"""Scales and magnitudes are counted by floor(log2(x)), from this on; smaller ones count as this."""
+
+NUM_BINS = 128
+"""Number of values of floor(log2(x)), so from -96 to 31; larger ones count as the last."""
 
 ERROR_SUMS = 3
 """Error square, underflowed, saturated."""
@@ -151,6 +154,7 @@ def _log2_counts(pairs: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
     numbers = torch.cat([number.flatten() for number, _ in pairs])
     magnitudes = torch.cat([magnitude.flatten() for _, magnitude in pairs])
     counted = (magnitudes > 0) & (numbers < math.inf)
+    # frexp has mantissas in [0.5, 1): its exponent is floor(log2) + 1.
     index = torch.frexp(numbers).exponent.sub_(1 + LOWEST_LOG2).clamp_(0, NUM_BINS - 1)
     sizes = [number.numel() for number, _ in pairs]
     for i, part in enumerate(torch.split(index, sizes)):
@@ -159,57 +163,85 @@ def _log2_counts(pairs: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
     return bins.index_add_(0, index, counted.float()).view(len(pairs), NUM_BINS)
 
 
+class _OperandScale(NamedTuple):
+    """What relates an operand's sums to its health.
+
+    Attributes:
+        size: Number of elements that the sums stand for.
+        square: Sum of squares of these elements.
+        count: How often each element was counted.
+        unit: Factor from the tensor as the linear sees it to the gradient of the batch-mean loss.
+    """
+
+    size: float
+    square: float
+    count: float
+    unit: float
+
+
 def _linear_health(
     s: LinearStatistics, sums: Tensor, amax: list[float], experts: Tensor, grad_scale: float
 ) -> LinearHealth:
-    grad, weight, update = sums[:NORMS].tolist()
-    sizes = s.tokens * s.in_features, s.in_features * s.out_features, s.tokens * s.out_features
-    squares = s.input_square, s.weight_square, s.grad_square
-    counts = 1.0, s.microbatches, 1.0  # W is observed once in each microbatch
-    units = 1.0, 1.0, grad_scale
+    """Return the health of one linear; `make_health_table` explains the arguments."""
+    num_weights = s.in_features * s.out_features
+    scales = {
+        Operand.INPUT: _OperandScale(s.tokens * s.in_features, s.input_square, 1.0, 1.0),
+        # W is observed once in each microbatch.
+        Operand.WEIGHT: _OperandScale(num_weights, s.weight_square, s.microbatches, 1.0),
+        Operand.GRAD_OUTPUT: _OperandScale(
+            s.tokens * s.out_features, s.grad_square, 1.0, grad_scale
+        ),
+    }
     operands: dict[str, dict[Operand, OperandHealth]] = {name: {} for name in s.formats}
     histograms: dict[Operand, tuple[float, list[float]]] = {}
+    largest: dict[Operand, float | None] = {}
     worst = _worst_experts(experts, s)
+    # [formats, then the operands before quantization][operands][OPERAND_SUMS]
     *by_format, unquantized = sums[NORMS:].view(-1, len(Operand), OPERAND_SUMS).tolist()
     for o, operand in enumerate(Operand):
-        shift = math.log2(units[o])
-        if (histogram := _trimmed(unquantized[o][-NUM_BINS:], shift)) is not None:
+        scale = scales[operand]
+        shift = math.log2(scale.unit)
+        largest[operand] = amax[o] * scale.unit if math.isfinite(amax[o]) else None
+        histogram = _trimmed(unquantized[o][-NUM_BINS:], shift)
+        if histogram is not None:
             histograms[operand] = histogram
         for f, name in enumerate(s.formats):
-            error, zeros, saturated = (v / counts[o] for v in by_format[f][o][:-NUM_BINS])
+            numbers = by_format[f][o]
+            error, zeros, saturated = (value / scale.count for value in numbers[:-NUM_BINS])
+            worst_expert = {}
+            for measure, (which, values) in worst.items():
+                if math.isfinite(values[f][o]):
+                    worst_expert[measure] = (which[f][o], values[f][o])
             operands[name][operand] = OperandHealth(
-                _db(squares[o], error * units[o] ** 2),
-                zeros / sizes[o] if sizes[o] else None,
-                saturated / sizes[o] if sizes[o] else None,
-                _spread(by_format[f][o][-NUM_BINS:], shift),
-                {
-                    measure: (which[f][o], values[f][o])
-                    for measure, (which, values) in worst.items()
-                    if math.isfinite(values[f][o])
-                },
+                sqnr_db=_db(scale.square, error * scale.unit**2),
+                underflow=zeros / scale.size if scale.size else None,
+                saturated=saturated / scale.size if scale.size else None,
+                scale_log2=_spread(numbers[-NUM_BINS:], shift),
+                worst_expert=worst_expert,
             )
-    known = [a * u if math.isfinite(a) else None for a, u in zip(amax, units, strict=True)]
+
+    gemms = {}
+    for name, errors in s.formats.items():
+        gemms[name] = {
+            Gemm.FPROP: _db(s.output_square, errors.output_error_square),
+            Gemm.DGRAD: _db(s.input_grad_square, errors.input_grad_error_square),
+            Gemm.WGRAD: _db(s.wgrad_square, errors.wgrad_error_square),
+        }
+    grad, weight, update = sums[:NORMS].tolist()
     return LinearHealth(
-        s.name,
-        s.stage,
-        math.sqrt(grad) if grad > 0 and math.isfinite(grad) else None,
-        math.sqrt(update / weight) if update > 0 and 0 < weight < math.inf else None,
-        dict(zip(Operand, known, strict=True)),
-        operands,
-        {
-            name: {
-                Gemm.FPROP: _db(s.output_square, f.output_error_square),
-                Gemm.DGRAD: _db(s.input_grad_square, f.input_grad_error_square),
-                Gemm.WGRAD: _db(s.wgrad_square, f.wgrad_error_square),
-            }
-            for name, f in s.formats.items()
-        },
-        histograms,
+        name=s.name,
+        stage=s.stage,
+        gradient_norm=math.sqrt(grad) if grad > 0 and math.isfinite(grad) else None,
+        update_ratio=math.sqrt(update / weight) if update > 0 and 0 < weight < math.inf else None,
+        amax=largest,
+        operands=operands,
+        gemm_sqnr_db=gemms,
+        histograms=histograms,
     )
 
 
 def _worst_experts(experts: Tensor, s: LinearStatistics) -> dict[HealthMeasure, tuple[Any, Any]]:
-    """By measure the worst expert and its value, lists [formats][operands]."""
+    """Return (worst expert, its value) by measure; both are lists [formats][operands]."""
     if not len(experts):
         return {}
     microbatches, tokens, *squares = experts[:, : len(EXPERT_COLUMNS)].unbind(1)
@@ -221,9 +253,9 @@ def _worst_experts(experts: Tensor, s: LinearStatistics) -> dict[HealthMeasure, 
     measured: dict[HealthMeasure, Tensor] = {"sqnr_db": sqnr, "underflow": zeros / sizes}
     found: dict[HealthMeasure, tuple[Any, Any]] = {}
     for measure, values in measured.items():
-        sign = -1 if measure in SMALL_IS_BAD else 1
+        sign = -1 if measure in SMALL_IS_BAD else 1  # the worst is the largest of sign * value
         worst = (sign * values).masked_fill(~values.isfinite(), -math.inf).max(0)
-        found[measure] = worst.indices.tolist(), (sign * worst.values).tolist()
+        found[measure] = (worst.indices.tolist(), (sign * worst.values).tolist())
     return found
 
 
@@ -237,19 +269,23 @@ def make_health_table(
     """Return the health of the observed linears.
 
     Args:
-        table: their statistics.
-        sums: of each linear over all ranks: NORMS numbers, then OPERAND_SUMS of each format and
-            operand.
-        amax: likewise, of X, W and G.
-        experts: rows of each linear's experts (EXPERT_COLUMNS), or none.
-        grad_scale: factor from G as the linear sees it to the gradient of the batch-mean loss.
+        table: The statistics of the linears.
+        sums: The sums of each linear over all ranks: NORMS numbers, then OPERAND_SUMS of each
+            format and operand, then those of the operands before quantization.
+        amax: The largest magnitudes of X, W and G of each linear over all ranks.
+        experts: The rows of each linear's experts (EXPERT_COLUMNS); no rows for other linears.
+        grad_scale: Factor from G as the linear sees it to the gradient of the batch-mean loss.
     """
-    rows = zip(table.linears, sums, amax.tolist(), experts, strict=True)
-    linears = (_linear_health(*row, grad_scale) for row in rows if row[0].microbatches)
+    linears = []
+    for row in zip(table.linears, sums, amax.tolist(), experts, strict=True):
+        statistics, own_sums, own_amax, own_experts = row
+        if statistics.microbatches:
+            linears.append(_linear_health(statistics, own_sums, own_amax, own_experts, grad_scale))
     return HealthTable(table.iteration, tuple(linears))
 
 
 def _db(signal: float, error: float) -> float | None:
+    """Return the ratio in dB; None if it is 0, infinite or NaN."""
     ratio = signal / error if error > 0 else math.inf
     return 10 * math.log10(ratio) if 0 < ratio < math.inf else None
 
@@ -266,7 +302,8 @@ def _trimmed(bins: Sequence[float], shift: float) -> tuple[float, list[float]] |
 
 def _spread(bins: Sequence[float], shift: float) -> tuple[float, float, float] | None:
     """Return least, median and largest log2."""
-    if (histogram := _trimmed(bins, shift)) is None:
+    histogram = _trimmed(bins, shift)
+    if histogram is None:
         return None
     low, shares = histogram
     middle = next(i for i, below in enumerate(accumulate(shares)) if below >= 0.5 - 1e-9)

@@ -21,11 +21,11 @@ class OperandHealth:
     """One operand in one format; None where nothing was observed, or where the value is infinite.
 
     Attributes:
-        sqnr_db: 10 log10(|x|^2 / |Q(x) - x|^2).
-        underflow: share of the elements that are not zero and become zero.
-        saturated: share of the elements that are larger than what their tile can hold.
-        scale_log2: least, median and largest log2 of a tile's scale, rounded down.
-        worst_expert: (expert, value) by measure, of the expert of a layer with the worst value.
+        sqnr_db: Signal over quantization error in dB: 10 log10(|x|^2 / |Q(x) - x|^2).
+        underflow: Share of all elements that are not zero and become zero.
+        saturated: Share of all elements that are larger than what their tile can hold.
+        scale_log2: Least, median and largest log2 of a tile's scale, rounded down.
+        worst_expert: The layer's expert with the worst value as (expert, value), by measure.
     """
 
     sqnr_db: float | None
@@ -37,17 +37,19 @@ class OperandHealth:
 
 @dataclass(frozen=True)
 class LinearHealth:
-    """One linear; experts of a layer together. None: not observed, or infinite.
+    """One linear, or all experts of a layer; None where a value was not observed or is infinite.
 
     Attributes:
-        name: layout-independent name.
-        stage: pipeline stage.
+        name: Layout-independent name.
+        stage: Pipeline stage.
         gradient_norm: |dL/dW| of the batch, before clipping.
         update_ratio: |learning rate * update| / |W|, without weight decay.
-        amax: by operand, over the sampled tokens.
-        operands: by format and operand.
-        gemm_sqnr_db: by format and GEMM: 10 log10(|Y|^2 / |eY|^2), also for dX and dW.
-        histograms: by operand: k and the shares of elements with floor(log2(|x|)) = k, k + 1, ...
+        amax: Largest magnitude of each operand, over the sampled tokens.
+        operands: Health of each operand in each format, by format and operand.
+        gemm_sqnr_db: SQNR of what each GEMM returns, by format and GEMM. For fprop it is
+            10 log10(|Y|^2 / |eY|^2).
+        histograms: Magnitudes of each operand: k, and the shares of its elements with
+            floor(log2(|x|)) = k, k + 1, ...
     """
 
     name: Label
@@ -61,7 +63,15 @@ class LinearHealth:
 
 
 class Finding(NamedTuple):
-    """One value of a measure; `tensor` is an operand, a GEMM or empty; `format` may be empty."""
+    """One value of a measure.
+
+    Attributes:
+        measure: What was measured.
+        linear: Name of the linear.
+        tensor: An operand (of an expert), a GEMM, or empty for a value of the linear.
+        format: Name of the format; empty for a value before quantization.
+        value: The value.
+    """
 
     measure: HealthMeasure
     linear: str
@@ -71,7 +81,8 @@ class Finding(NamedTuple):
 
     def __str__(self) -> str:
         """Return `decoder.layers.3.mlp.linear_fc2 input fp4 0.31`."""
-        return " ".join(filter(None, (*self[1:4], f"{self.value:.4g}")))
+        words = (self.linear, self.tensor, self.format, f"{self.value:.4g}")
+        return " ".join(word for word in words if word)
 
 
 @dataclass(frozen=True)
@@ -115,12 +126,14 @@ class HealthTable:
 
     def worst(self, most: int | None = NUM_WORST) -> list[Finding]:
         """Return `most` findings of each measure, without zeros; None returns all, with zeros."""
-        return [
-            each
-            for measure in MEANINGS
-            for each in self.findings(measure)[:most]
-            if each.value or most is None
-        ]
+        worst: list[Finding] = []
+        for measure in MEANINGS:
+            findings = self.findings(measure)
+            if most is None:
+                worst += findings
+            else:
+                worst += [each for each in findings[:most] if each.value]
+        return worst
 
     def beyond(self, measure: HealthMeasure, sign: float, limit: float) -> list[Finding]:
         """Return each linear's worst value above `limit` (`sign` 1) or below it (-1)."""
@@ -132,20 +145,22 @@ class HealthTable:
 
     def findings(self, measure: HealthMeasure, fmt: str | None = None) -> list[Finding]:
         """Return a measure's known values, worst first; `fmt` leaves out other formats'."""
-        found = [
-            Finding(*each)
-            for linear in self.linears
-            for each in _values(linear)
-            if each[0] == measure and each[-1] is not None and fmt in (None, each[3])
-        ]
+        found = []
+        for linear in self.linears:
+            for each, linear_name, tensor, own_format, value in _values(linear):
+                if each == measure and value is not None and fmt in (None, own_format):
+                    found.append(Finding(each, linear_name, tensor, own_format, value))
         return sorted(found, key=lambda each: each.value, reverse=measure not in SMALL_IS_BAD)
 
 
-def _values(linear: LinearHealth) -> Iterator[tuple[Any, ...]]:
+def _values(linear: LinearHealth) -> Iterator[tuple[HealthMeasure, str, str, str, float | None]]:
     """Yield the fields of a `Finding` for each value of a linear; the value may be None."""
     for name, operands in linear.operands.items():
         for operand, health in operands.items():
-            spread = health.scale_log2 and health.scale_log2[2] - health.scale_log2[0]
+            spread = None
+            if health.scale_log2 is not None:
+                least, _, largest = health.scale_log2
+                spread = largest - least
             yield "sqnr_db", linear.name, str(operand), name, health.sqnr_db
             yield "underflow", linear.name, str(operand), name, health.underflow
             yield "saturated", linear.name, str(operand), name, health.saturated

@@ -64,13 +64,13 @@ class Shard:
     """Elements [start, end) of one flattened parameter, and their optimizer state.
 
     Attributes:
-        start: first element of the flattened parameter.
-        end: one past the last.
-        parameter: what holds the weight between iterations, and its gradient.
-        shape: of the parameter.
-        state: the optimizer's, e.g. `exp_avg`, `exp_avg_sq` and `step`.
-        group: the settings of the parameter's group.
-        rule: returns D and the update direction of a shard, FP32, or None before the first step.
+        start: First element of the flattened parameter.
+        end: One past the last element.
+        parameter: The tensor that holds the weight between iterations, and its gradient.
+        shape: Shape of the complete parameter.
+        state: The optimizer's state, such as `exp_avg`, `exp_avg_sq` and `step`.
+        group: The settings of the parameter's group.
+        rule: Returns D and the update direction of a shard, FP32, or None before the first step.
     """
 
     start: int

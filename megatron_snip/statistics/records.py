@@ -21,10 +21,10 @@ class Column(NamedTuple):
     """How the sums of a measured field are scaled.
 
     Attributes:
-        over: what is summed. `tokens`: single sampled tokens. `tiles`: sampled tiles of consecutive
-            tokens, for sampled output features. `weight`: a sum over microbatches whose mean is
-            reported. `all`: not a sample.
-        grad_power: the sum grows with this power of G.
+        over: What the sum runs over. `tokens`: single sampled tokens. `tiles`: sampled tiles of
+            consecutive tokens, for sampled output features. `weight`: microbatches, and their mean
+            is reported. `all`: everything, not a sample.
+        grad_power: The power of G with which the sum grows.
     """
 
     over: Literal["tokens", "tiles", "weight", "all"] = "tokens"
@@ -40,16 +40,18 @@ class FormatStatistics:
     """Errors of one linear with its operands in one format.
 
     Attributes:
-        first: sum over tokens of <G, eY>: the signed first-order change of the loss.
-        fisher: 1/2 sum_t |eY_t|^2 |G_t|^2 T / N: second-order change, errors in any direction.
-        aligned_fisher: 1/2 sum_t <G_t, eY_t>^2 T: the same along the errors' own direction.
-        local_square: |D * eW|^2 / |update|^2: change of the linear's own optimizer update.
-        output_error_square: sum |eY|^2.
-        input_grad_error_square: sum |eX|^2.
-        wgrad_error_square: sum over microbatches of |eW|^2.
-        input_error_square: sum |Q(X) - X|^2, in the tiles of fprop.
-        weight_error_square: |Q(W) - W|^2, in the tiles of fprop; the mean over experts.
-        grad_error_square: sum |Q(G) - G|^2, in the tiles of wgrad.
+        first: The signed first-order change of the loss: the sum over tokens of <G, eY>.
+        fisher: The second-order change of the loss by errors in any direction:
+            1/2 sum_t |eY_t|^2 |G_t|^2 T / N.
+        aligned_fisher: The second-order change along the errors' own direction:
+            1/2 sum_t <G_t, eY_t>^2 T.
+        local_square: The change of the linear's own optimizer update: |D * eW|^2 / |update|^2.
+        output_error_square: Error of the output of fprop: the sum of |eY|^2.
+        input_grad_error_square: Error of the output of dgrad: the sum of |eX|^2.
+        wgrad_error_square: Error of the output of wgrad: the sum over microbatches of |eW|^2.
+        input_error_square: Error of X in the tiles of fprop: the sum of |Q(X) - X|^2.
+        weight_error_square: Error of W in the tiles of fprop: |Q(W) - W|^2, the mean over experts.
+        grad_error_square: Error of G in the tiles of wgrad: the sum of |Q(G) - G|^2.
     """
 
     first: float = _column("tokens", 1)
@@ -69,16 +71,16 @@ class LinearStatistics(LinearInfo):
     """Statistics of one linear (of all experts of a layer together, for a mixture of experts).
 
     Attributes:
-        microbatches: microbatches observed, over all data ranks; 0 if none was.
-        tokens: tokens in them.
-        input_square: sum |X|^2.
+        microbatches: Number of microbatches observed, over all data ranks; 0 if none was.
+        tokens: Number of tokens in these microbatches.
+        input_square: The sum of |X|^2.
         weight_square: |W|^2; the mean over experts that had tokens.
-        output_square: sum |Y|^2, without bias.
-        grad_square: sum |G|^2.
-        input_grad_square: sum |dX|^2.
-        wgrad_square: sum over microbatches of |dW|^2.
+        output_square: The sum of |Y|^2, without bias.
+        grad_square: The sum of |G|^2.
+        input_grad_square: The sum of |dX|^2.
+        wgrad_square: The sum over microbatches of |dW|^2.
         update_square: |update|^2 of the optimizer's current direction; 0 if it has none.
-        formats: by format name.
+        formats: The errors in each format, by the format's name.
     """
 
     microbatches: float = _column("all")
@@ -98,9 +100,9 @@ class StatisticsTable:
     """Statistics of a model, the same on every rank.
 
     Attributes:
-        iteration: that was measured.
-        loss: mean loss of that iteration, or None where the model reported none.
-        linears: one entry a linear, in global order.
+        iteration: The measured iteration.
+        loss: Mean loss of that iteration, or None where the model reported none.
+        linears: One entry for each linear, in the model's order.
     """
 
     iteration: int
@@ -149,9 +151,9 @@ def running_mean(
     those of the last measurement: the sign of a first-order term belongs to its batch.
 
     Args:
-        mean: of the measurements so far; None before the first.
-        new: the measurement.
-        decay: weight of `mean`, in [0, 1).
+        mean: The mean of the measurements so far; None before the first.
+        new: The new measurement.
+        decay: The weight of `mean`, in [0, 1).
     """
     if mean is None:
         return new
@@ -173,11 +175,15 @@ def _blend(old: LinearStatistics | None, new: LinearStatistics, decay: float) ->
 
 
 def _mixed(old: Row, new: Row, columns: tuple[str, ...], decay: float) -> Row:
-    """Average; a NaN counts in the measurement that had it, and is gone with the next."""
+    """Return the average of two rows.
+
+    A NaN in the new row makes that value NaN. A NaN in the old one is forgotten.
+    """
     values = {}
     for name in columns:
         before = getattr(old, name)
         now = getattr(new, name)
+        # Where both are equal the mean is, too; the formula might round it.
         if name not in _NOT_AVERAGED and math.isfinite(before) and before != now:
             values[name] = decay * before + (1 - decay) * now
     return replace(new, **values)

@@ -44,7 +44,10 @@ K = TypeVar("K")
 
 def table_columns(formats: Iterable[str]) -> list[str]:
     """Return the names of the table's columns; those of a format are `format.column`."""
-    return [*BASE_COLUMNS, *(f"{name}.{column}" for name in formats for column in FORMAT_COLUMNS)]
+    columns = list(BASE_COLUMNS)
+    for name in formats:
+        columns += [f"{name}.{column}" for column in FORMAT_COLUMNS]
+    return columns
 
 
 @dataclass
@@ -52,11 +55,11 @@ class RankSums:
     """What one rank has measured in an iteration.
 
     Attributes:
-        rows: by linear name; FP64: `table_columns`, then NORMS zeros (`reduce_sums` adds the
-            norms), then health.py's sums.
-        amax: the largest magnitudes of X, W and G by linear name; FP32 [3].
-        experts: rows of experts, by linear name and expert; FP64, see EXPERT_COLUMNS.
-        failure: the first error met, or None.
+        rows: The sums of each linear, FP64, by its name. A row has the `table_columns`, then NORMS
+            zeros (`reduce_sums` adds the norms), then health.py's sums.
+        amax: The largest magnitudes of X, W and G, FP32 [3], by the linear's name.
+        experts: The sums of each expert, FP64, by linear name and expert; see EXPERT_COLUMNS.
+        failure: The first error, in one line, or None.
     """
 
     rows: dict[str, Tensor] = field(default_factory=dict)
@@ -82,18 +85,19 @@ def reduce_sums(
     """All ranks: return statistics and health of the model, the same on every rank.
 
     Args:
-        own: this rank's.
-        settings: what was measured.
-        linears: every linear of the model, in the same order on all ranks.
-        grad_scale: factor from G as the linears see it to the gradient of the batch-mean loss.
-        loss: of the iteration, the same on all ranks.
-        norms: returns this rank's `optimizer_state.weight_norms`; its errors count as failures.
-        control: a CPU group of all ranks, or None if there is one rank.
+        own: This rank's sums.
+        settings: What was measured.
+        linears: Every linear of the model, in the same order on all ranks.
+        grad_scale: The factor from G as the linears see it to the gradient of the batch-mean loss.
+        loss: The loss of the iteration, the same on all ranks.
+        norms: Returns this rank's `optimizer_state.weight_norms`; its errors count as failures.
+        control: A CPU group of all ranks, or None if there is one rank.
 
     Raises:
         RemoteFailure: on every rank, if measuring failed on any.
     """
-    formats, names = settings.formats, [linear.name for linear in linears]
+    formats = settings.formats
+    names = [linear.name for linear in linears]
     columns = table_columns(formats)
     width = len(columns) + NORMS + (1 + len(formats)) * len(Operand) * OPERAND_SUMS
     table = torch.zeros((1 + len(linears), width), dtype=torch.float64)
@@ -112,25 +116,36 @@ def reduce_sums(
         raise RemoteFailure("measuring", gather_json(own.failure, control))
     if control is not None:
         dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=control)
+
+    # Experts have rows of their own; how many a linear has is known only now.
     counts = largest[:, -1].int().tolist()
-    experts = [(name, e) for name, count in zip(names, counts, strict=True) for e in range(count)]
+    experts: list[tuple[str, int]] = []
+    for name, count in zip(names, counts, strict=True):
+        experts += [(name, expert) for expert in range(count)]
     num_columns = len(EXPERT_COLUMNS) + ERROR_SUMS * len(Operand) * len(formats)
     by_expert = torch.zeros((len(experts), num_columns), dtype=torch.float64)
     _fill(by_expert, own.experts, experts)
     if experts:
         sum_over(by_expert, control)
-    found = [dict(zip(columns, row, strict=True)) for row in table[1:, : len(columns)].tolist()]
+
+    named = [dict(zip(columns, row, strict=True)) for row in table[1:, : len(columns)].tolist()]
+    pairs = list(zip(linears, named, strict=True))
     # The experts of a layer count each token `num_active` times.
-    pairs = list(zip(linears, found, strict=True))
     batch_tokens = max((row["tokens"] / info.num_active for info, row in pairs), default=0.0)
-    decoded = (_linear(info, row, formats, grad_scale, batch_tokens) for info, row in pairs)
+    decoded = [_linear(info, row, formats, grad_scale, batch_tokens) for info, row in pairs]
     statistics = StatisticsTable(settings.iteration, loss, tuple(decoded))
-    rows = table[1:, len(columns) :], largest[:, :-1], torch.split(by_expert, counts)
-    return statistics, make_health_table(statistics, *rows, grad_scale)
+    health = make_health_table(
+        statistics,
+        sums=table[1:, len(columns) :],
+        amax=largest[:, :-1],
+        experts=torch.split(by_expert, counts),
+        grad_scale=grad_scale,
+    )
+    return statistics, health
 
 
 def _fill(table: Tensor, rows: Mapping[K, Tensor], keys: Sequence[K]) -> None:
-    """Put this rank's rows where their keys are; waits for the device once."""
+    """Write this rank's rows where their keys are; waits for the device once."""
     if rows:
         index = {key: i for i, key in enumerate(keys)}
         table[[index[key] for key in rows]] = torch.stack(list(rows.values())).cpu()

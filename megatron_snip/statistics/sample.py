@@ -15,12 +15,21 @@ from megatron_snip.formats import Format
 from megatron_snip.quantizers.stochastic import StochasticStream, StreamKey
 from megatron_snip.topology import Axis
 
-TOKENS_PER_SAMPLE, LEAST_TOKENS, MOST_TOKENS = 16, 64, 512
-"""1/16 of a microbatch's tokens is measured, at least 64 and at most 512."""
+TOKENS_PER_SAMPLE = 16
+"""One of so many tokens of a microbatch is measured."""
 
-FEATURE_STRIDE, FEATURE_MULTIPLE = 4, 256
-"""wgrad is measured on every fourth output feature of linears that have a multiple of 256
-(a gated fc1: in each chunk). Then the shards of up to 64 ranks begin at a multiple of four."""
+LEAST_TOKENS = 64
+"""Least number of tokens of a microbatch that are measured."""
+
+MOST_TOKENS = 512
+"""Largest number of tokens of a microbatch that are measured."""
+
+FEATURE_STRIDE = 4
+"""wgrad is measured on every fourth output feature, where `FEATURE_MULTIPLE` allows it."""
+
+FEATURE_MULTIPLE = 256
+"""wgrad leaves out features only of linears whose number of output features (of a gated fc1: in
+each chunk) is a multiple of this. Then the shards of up to 64 ranks begin at a multiple of four."""
 
 
 @dataclass(frozen=True)
@@ -28,11 +37,11 @@ class MeasureSettings:
     """What a measurement observes.
 
     Attributes:
-        formats: how operands are quantized under each format name that a plan may use.
-        iteration: Megatron's, 1-based.
-        seed: the run's seed.
-        names: linears to observe; None observes all.
-        all_tokens: measure all tokens and not a sample (benchmarks).
+        formats: How operands are quantized, by each format name that a plan may use.
+        iteration: Megatron's iteration, 1-based.
+        seed: The seed of the run.
+        names: Names of the linears to observe; None observes all.
+        all_tokens: Whether to measure all tokens and not a sample (for benchmarks).
     """
 
     formats: Mapping[str, Format]
@@ -47,16 +56,17 @@ class Sample:
     """Sampled tokens of one microbatch, stored in the forward for the backward.
 
     Attributes:
-        microbatch: global index of the microbatch within the iteration.
-        num_tokens: tokens of the microbatch, over all ranks of the tensor axis.
-        rows: [S + R] int64: S single tokens, then the R tokens of complete tiles.
-        num_single: S.
-        first_feature: the first that wgrad is measured on; None: no features are left out.
-        expansions: factors from sums over the S and over the R tokens to those over all.
+        microbatch: Global index of the microbatch within the iteration.
+        num_tokens: Number of tokens of the microbatch, over all ranks of the tensor axis.
+        rows: Indices of S single tokens, then of the R tokens of complete tiles, int64 [S + R].
+        num_single: The number S of single tokens.
+        first_feature: The first output feature that wgrad is measured on; None leaves none out.
+        expansions: Factors from sums over the S tokens, and from sums over the R tokens, to sums
+            over all tokens.
         input: X of the sample; zeros for tokens of other ranks, where tokens are split.
-        input_amax: of all tokens of this shard, where a format needs it.
-        rotated_amax: likewise, after the Hadamard transform.
-        forward_scales: those of delayed scaling, of X and W, in the forward.
+        input_amax: Largest magnitude of X over all tokens of this shard, where a format needs it.
+        rotated_amax: The same after the Hadamard transform of wgrad.
+        forward_scales: Scales of X and W under delayed scaling, as the forward used them.
     """
 
     microbatch: int
@@ -78,15 +88,16 @@ def draw_sample(s: MeasureSettings, num_tokens: int, microbatch: int) -> Sample:
     every token twice.
 
     Args:
-        s: what is observed; its seed and iteration decide which tokens are drawn.
-        num_tokens: of the microbatch, over all ranks of the tensor axis.
-        microbatch: its global index within the iteration.
+        s: What is observed; its seed and iteration decide which tokens are drawn.
+        num_tokens: Number of tokens of the microbatch, over all ranks of the tensor axis.
+        microbatch: Global index of the microbatch within the iteration.
     """
     tile = max((fmt.tile for fmt in s.formats.values()), default=1)
     wanted = min(max(num_tokens // TOKENS_PER_SAMPLE, LEAST_TOKENS), MOST_TOKENS)
     num_tiles = math.ceil(num_tokens / tile)
     num_chosen = math.ceil(wanted / tile)
-    single = runs = torch.arange(num_tokens)
+    single = torch.arange(num_tokens)
+    runs = single
     first_feature = None
     expansions = (1.0, 1.0)
     if not s.all_tokens and num_chosen < num_tiles:
@@ -98,7 +109,7 @@ def draw_sample(s: MeasureSettings, num_tokens: int, microbatch: int) -> Sample:
         runs = runs[runs < num_tokens]
         key = StreamKey(s.seed, "sampled features", s.iteration, 0)
         first_feature = (key.word + microbatch) % FEATURE_STRIDE  # four microbatches cover all
-        expansions = num_tokens / wanted, num_tiles / num_chosen
+        expansions = (num_tokens / wanted, num_tiles / num_chosen)
     rows = torch.cat([single, runs])
     return Sample(microbatch, num_tokens, rows, len(single), first_feature, expansions)
 
@@ -107,8 +118,9 @@ def sampled_features(stream: StochasticStream, cols: int, first: int | None) -> 
     """Return the output features of this shard that wgrad is measured on.
 
     Args:
-        stream: of grad_output; it knows which output features of the linear the shard holds.
-        cols: how many it holds.
+        stream: The stream of grad_output; it knows which output features of the linear the shard
+            holds.
+        cols: Number of output features of the shard.
         first: `Sample.first_feature`.
     """
     if first is None or stream.column_map(cols).global_chunk % FEATURE_MULTIPLE:
@@ -120,10 +132,10 @@ def rows_of(matrix: Tensor, rows: Tensor, is_split: bool, axis: Axis) -> Tensor:
     """Return rows of a matrix; zeros for those of other ranks, where its rows are split.
 
     Args:
-        matrix: [tokens of this rank, features].
-        rows: indices, of all ranks' tokens if they are split.
-        is_split: whether each rank of `axis` holds other tokens.
-        axis: the tensor axis.
+        matrix: The matrix, [tokens of this rank, features].
+        rows: Indices of the rows; where tokens are split, over the tokens of all ranks.
+        is_split: Whether each rank of `axis` holds other tokens.
+        axis: The tensor axis.
     """
     if not is_split:
         return matrix[to_device(matrix.device, rows)]
