@@ -7,6 +7,7 @@ when a kernel runs. Functions take [rows, cols] matrices of any strides.
 
 import importlib.util
 import logging
+import math
 import os
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -45,15 +46,21 @@ def obstacle(device: torch.device, *blocks: Block) -> str:
         return f"Triton's kernels are for GPUs, not for {device.type}"
     if not triton_found():
         return "triton is not installed (pip install triton)"
-    if (capability := _capability(device)) < MIN_CAPABILITY:
-        needed, found = ("{}.{}".format(*c) for c in (MIN_CAPABILITY, capability))
+    capability = _capability(device)
+    if capability < MIN_CAPABILITY:
+        needed = "{}.{}".format(*MIN_CAPABILITY)
+        found = "{}.{}".format(*capability)
         return f"kernels need compute capability {needed}, this GPU has {found}"
     for rows, cols in blocks:
-        if any(side < 1 or side & (side - 1) for side in (rows, cols)):
+        if not (_is_power_of_two(rows) and _is_power_of_two(cols)):
             return f"tile sides must be powers of two, got {rows}x{cols}"
         if rows * cols > MAX_TILE:
             return f"a {rows}x{cols} tile exceeds {MAX_TILE} elements"
     return ""
+
+
+def _is_power_of_two(number: int) -> bool:
+    return number >= 1 and number & (number - 1) == 0
 
 
 def interpreting() -> bool:
@@ -78,11 +85,11 @@ class PhiloxArguments(NamedTuple):
     `key` and `columns` are launch-time numbers, `mode` and `swapped` compile-time ones.
 
     Attributes:
-        key: Philox key, as a signed 64-bit number.
-        columns: the four integers of a `ColumnMap`.
-        mode: 0 round to nearest even; 1 eight neighbors share a counter and no column is sharded;
-            2 they share one and columns are sharded; 3 any layout.
-        swapped: whether the element `index` takes the number of `index ^ 4`.
+        key: The Philox key, as a signed 64-bit number.
+        columns: The four integers of a `ColumnMap`.
+        mode: 0: round to nearest even, without random numbers. 1: eight neighbors share a counter
+            and no column is sharded. 2: they share one and columns are sharded. 3: any layout.
+        swapped: Whether the element `index` takes the number of `index ^ 4`.
     """
 
     key: int
@@ -109,15 +116,16 @@ class TileSpec(NamedTuple):
     """A format and its tiles as compile-time numbers; `quantizers.reference` explains them.
 
     Attributes:
-        largest: the element type's largest value.
+        largest: Largest value of the element type.
         least_amax: `ElementType.least_amax`.
         min_power_bits: FP32 bits of the smallest normal power of two.
-        anchor: 1.5 * 2^(23 - mantissa bits).
-        noise: 2^(-32 - mantissa bits).
+        anchor: 1.5 * 2^(23 - mantissa bits), which rounds to nearest.
+        noise: 2^(-32 - mantissa bits), which scales a random number of 32 bits to one step.
         scale: 0 FP32, 1 E8M0, 2 E4M3, 3 E4M3_TE, 4 TENSOR, 5 DELAYED.
-        tile_rows: rows of a tile.
-        tile_cols: columns of a tile.
-        mode, swapped: see `PhiloxArguments`.
+        tile_rows: Number of rows of a tile.
+        tile_cols: Number of columns of a tile.
+        mode: See `PhiloxArguments`.
+        swapped: See `PhiloxArguments`.
     """
 
     largest: float
@@ -136,16 +144,18 @@ def tile_spec(fmt: Format, block: Block, random: PhiloxArguments) -> TileSpec:
     """Return the constants of a quantized format in tiles of `block`, rounded with `random`."""
     element = fmt.element
     assert element is not None
+    tile_rows, tile_cols = block
     return TileSpec(
-        element.max_value,
-        element.least_amax,
-        (element.min_exponent + 127) << 23,
-        1.5 * 2.0 ** (23 - element.mantissa_bits),
-        2.0 ** (-32 - element.mantissa_bits),
-        _SCALES.index(fmt.scale),
-        *block,
-        random.mode,
-        random.swapped,
+        largest=element.max_value,
+        least_amax=element.least_amax,
+        min_power_bits=(element.min_exponent + 127) << 23,
+        anchor=1.5 * 2.0 ** (23 - element.mantissa_bits),
+        noise=2.0 ** (-32 - element.mantissa_bits),
+        scale=_SCALES.index(fmt.scale),
+        tile_rows=tile_rows,
+        tile_cols=tile_cols,
+        mode=random.mode,
+        swapped=random.swapped,
     )
 
 
@@ -187,9 +197,10 @@ def quantize_dequantize(
 
     out = [torch.empty(x.shape, dtype=dtype, device=x.device) for _ in directions]
     specs = [tile_spec(*direction) for direction in directions]
-    drawn = next((random for *_, random in directions if random.mode), NO_RANDOM)
+    # The kernel takes one key and one map of columns, those of a direction that rounds randomly.
+    drawn = next((random for _, _, random in directions if random.mode), NO_RANDOM)
     config = config or _config(specs)
-    num_programs = -(-x.shape[0] // config.rows) * -(-x.shape[1] // config.cols)
+    num_programs = math.ceil(x.shape[0] / config.rows) * math.ceil(x.shape[1] / config.cols)
     if x.numel():
         # Triton takes the current device.
         with torch.cuda.device(x.device) if x.is_cuda else nullcontext():
@@ -217,6 +228,10 @@ def _config(specs: Sequence[TileSpec]) -> LaunchConfig:
     """Return the standard block for these tiles, large enough for complete tiles of each."""
     tall = max(spec.tile_rows for spec in specs)
     wide = max(spec.tile_cols for spec in specs)
-    large = SQUARE_CONFIG if len(specs) == 1 else BOTH_CONFIG
-    base = ROW_CONFIG if tall == 1 else COL_CONFIG if wide == 1 else large
+    if tall == 1:
+        base = ROW_CONFIG
+    elif wide == 1:
+        base = COL_CONFIG
+    else:
+        base = SQUARE_CONFIG if len(specs) == 1 else BOTH_CONFIG
     return LaunchConfig(max(base.rows, tall), max(base.cols, wide), base.num_warps)

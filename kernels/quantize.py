@@ -32,8 +32,10 @@ _STORED_MIN = tl.constexpr(2.0**-6)
 _STORED_MAX = tl.constexpr(448.0)
 _STORED_MIN_BITS = tl.constexpr((-6 + 127) << 23)
 _STORED_ANCHOR = tl.constexpr(1.5 * 2.0**20)
-_MULTIPLIER_A, _MULTIPLIER_B = tl.constexpr(0xD2511F53), tl.constexpr(0xCD9E8D57)
-_WEYL_0, _WEYL_1 = tl.constexpr(0x9E3779B9), tl.constexpr(0xBB67AE85)
+_MULTIPLIER_A = tl.constexpr(0xD2511F53)
+_MULTIPLIER_B = tl.constexpr(0xCD9E8D57)
+_WEYL_0 = tl.constexpr(0x9E3779B9)
+_WEYL_1 = tl.constexpr(0xBB67AE85)
 
 
 @triton.jit
@@ -149,15 +151,21 @@ def expand_tiles(scale, R: tl.constexpr, C: tl.constexpr, SPEC: tl.constexpr):
 @triton.jit
 def philox(key, counter):
     """Return the words of `tl.randint4x(key, counter, n_rounds=7)`: both halves by one product."""
-    c0, c1 = counter.to(tl.uint32), (counter >> 32).to(tl.uint32)
-    c2, c3 = tl.zeros_like(c0), tl.zeros_like(c0)
-    key0, key1 = key.to(tl.uint32), (key >> 32).to(tl.uint32)
+    c0 = counter.to(tl.uint32)
+    c1 = (counter >> 32).to(tl.uint32)
+    c2 = tl.zeros_like(c0)
+    c3 = tl.zeros_like(c0)
+    key0 = key.to(tl.uint32)
+    key1 = (key >> 32).to(tl.uint32)
     for _ in tl.static_range(7):
-        a, b = c0.to(tl.uint64) * _MULTIPLIER_A, c2.to(tl.uint64) * _MULTIPLIER_B
+        a = c0.to(tl.uint64) * _MULTIPLIER_A
+        b = c2.to(tl.uint64) * _MULTIPLIER_B
         c0 = (b >> 32).to(tl.uint32) ^ c1 ^ key0
         c2 = (a >> 32).to(tl.uint32) ^ c3 ^ key1
-        c1, c3 = b.to(tl.uint32), a.to(tl.uint32)
-        key0, key1 = key0 + _WEYL_0, key1 + _WEYL_1
+        c1 = b.to(tl.uint32)
+        c3 = a.to(tl.uint32)
+        key0 = key0 + _WEYL_0
+        key1 = key1 + _WEYL_1
     return c0, c1, c2, c3
 
 

@@ -236,7 +236,11 @@ class SnipConfig(ScheduleFields, MeasureFields, PlanFields, GuardFields, ReportF
     @model_validator(mode="after")
     def _check_together(self) -> Self:
         load_plugins(self.plugins)  # formats and policies may be theirs
-        _ = self.lowest_format, self.pin_pairs, self.alerts, self.points  # each may raise
+        # Each of these reads texts, and raises if they are wrong.
+        _ = self.lowest_format
+        _ = self.pin_pairs
+        _ = self.alerts
+        _ = self.points
         if self.formats != (AUTO,):
             self.check_pins()
         if self.cost != "time" and self.calibration != Path(AUTO):
@@ -291,7 +295,9 @@ class SnipConfig(ScheduleFields, MeasureFields, PlanFields, GuardFields, ReportF
         if AUTO in self.formats and len(self.formats) > 1:
             raise UsageError(f"'{AUTO}' stands alone; drop it or the other formats")
         named = SIMULATED_FORMATS if self.formats == (AUTO,) else self.formats
-        return named if self.cost == "flops" or "bf16" in named else ("bf16", *named)
+        if self.cost == "time" and "bf16" not in named:
+            return ("bf16", *named)
+        return named
 
     @property
     @naming_field("formats")
@@ -314,7 +320,7 @@ class SnipConfig(ScheduleFields, MeasureFields, PlanFields, GuardFields, ReportF
     def lowest_formats(self) -> str:
         """All formats that count towards the target, as text: `fp4`, `fp4/nvfp4`."""
         bits = get_format(self.lowest_format).bits
-        return "/".join(n for n in dict.fromkeys(self.named_formats) if get_format(n).bits == bits)
+        return "/".join(name for name in self.named_formats if get_format(name).bits == bits)
 
     @property
     @naming_field("pins")
@@ -342,7 +348,8 @@ class SnipConfig(ScheduleFields, MeasureFields, PlanFields, GuardFields, ReportF
         if self.granularity == "gemm":
             return set(option.formats) <= {*self.named_formats, "bf16"}
         entries = [BF16, *map(Option.parse, self.format_entries)]
-        return all(option[gemm] in {entry[gemm] for entry in entries} for gemm in Gemm)
+        allowed = {gemm: {entry[gemm] for entry in entries} for gemm in Gemm}
+        return all(option[gemm] in allowed[gemm] for gemm in Gemm)
 
     def planning_values(self) -> dict[str, Any]:
         """Return the planner's part of the settings: the fields of a `PlanSettings`."""
@@ -382,16 +389,18 @@ class SnipConfig(ScheduleFields, MeasureFields, PlanFields, GuardFields, ReportF
             return TargetSchedule(points)
         if train_iters is None:
             raise UsageError("the number of iterations is not known", field="heal_from")
-        is_share = self.heal_from <= 1
-        begin = math.ceil(round(self.heal_from * train_iters, 6) if is_share else self.heal_from)
+        begin = math.ceil(self.heal_from)
+        if self.heal_from <= 1:  # a fraction; 0.55 * 100 is 55.00000000000001
+            begin = math.ceil(round(self.heal_from * train_iters, 6))
         end = points[-1].iteration
         if not end < begin < train_iters:
             limits = f"{end} (end of target_schedule) and {train_iters} (of the run)"
             raise UsageError(f"got iteration {begin}, must be between {limits}", field="heal_from")
         # A change of the target leads to a plan after so many iterations at most.
         last = max(begin + 1, train_iters - 2 * self.lag - self.num_measuring)
-        healing = Point(begin, points[-1].target), Point(last, 0.0, ramp=True)
-        return TargetSchedule((*points, *healing), begin)
+        start_of_ramp = Point(begin, points[-1].target)
+        end_of_ramp = Point(last, 0.0, ramp=True)
+        return TargetSchedule((*points, start_of_ramp, end_of_ramp), begin)
 
     @property
     @naming_field("alert")

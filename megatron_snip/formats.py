@@ -42,10 +42,10 @@ class ElementType:
     """A small float: sign, exponent with `min_exponent` as the least normal one, mantissa.
 
     Attributes:
-        name: the field's name, e.g. `e4m3`.
-        mantissa_bits: stored mantissa bits; the step in [2^e, 2^(e+1)) is 2^(e - mantissa_bits).
-        min_exponent: exponent of the smallest normal; below it the step stays constant.
-        max_value: the largest finite magnitude; magnitudes beyond it saturate.
+        name: The field's name for it, such as `e4m3`.
+        mantissa_bits: Stored mantissa bits; the step in [2^e, 2^(e+1)) is 2^(e - mantissa_bits).
+        min_exponent: Exponent of the smallest normal number; below it the step stays constant.
+        max_value: The largest finite magnitude; magnitudes beyond it saturate.
     """
 
     name: str
@@ -74,17 +74,17 @@ class Format:
     """One row of the table.
 
     Attributes:
-        name: what users write in `--snip-formats`.
-        bits: bits per element, without scales; the fewest is the "lowest precision".
-        element: element type, or None for bf16 (no quantization).
-        tile: elements along the contraction dimension that share a scale. Where a tensor has one
-            scale, `tile` and `weight_block` only divide the work.
+        name: The name that users write in `--snip-formats`.
+        bits: Bits per element, without scales; the fewest is the "lowest precision".
+        element: The element type, or None for bf16 (no quantization).
+        tile: Number of elements along the contraction dimension that share a scale. Where a tensor
+            has one scale, `tile` and `weight_block` only divide the work.
         weight_block: (rows, cols along the contraction) that share a scale in a weight.
-        scale: how that scale is stored.
-        stochastic_grad: whether grad_output is rounded stochastically.
-        wgrad_hadamard: tokens that a random Hadamard transform mixes before wgrad's operands are
-            quantized, a power of two; 0: none.
-        grad_element: element type of grad_output, where it is another one.
+        scale: How that scale is stored.
+        stochastic_grad: Whether grad_output is rounded stochastically.
+        wgrad_hadamard: Number of tokens that a random Hadamard transform mixes before wgrad's
+            operands are quantized, a power of two; 0 for no transform.
+        grad_element: The element type of grad_output, where it is another one.
     """
 
     name: str
@@ -117,8 +117,16 @@ class Format:
         return replace(self, name=f"{self.name}_hybrid", grad_element=E5M2)
 
 
-_MXFP8 = Format("mxfp8", 8, E4M3, 32, (1, 32), ScaleType.E8M0)
-_NVFP4 = Format("nvfp4", 4, E2M1, 16, (1, 16), ScaleType.E4M3, stochastic_grad=True)
+_MXFP8 = Format("mxfp8", 8, E4M3, tile=32, weight_block=(1, 32), scale=ScaleType.E8M0)
+_NVFP4 = Format(
+    "nvfp4",
+    4,
+    E2M1,
+    tile=16,
+    weight_block=(1, 16),
+    scale=ScaleType.E4M3,
+    stochastic_grad=True,
+)
 _TENSORWISE = Format("fp8_tensorwise", 8, E4M3, scale=ScaleType.TENSOR)
 _BLOCKWISE = Format("fp8_blockwise", 8, E4M3, scale=ScaleType.E8M0)
 
@@ -129,7 +137,7 @@ FORMATS: dict[str, Format] = {
         Format("fp8", 8, E4M3),
         Format("fp4", 4, E2M1, stochastic_grad=True),
         _MXFP8,
-        Format("mxfp4", 4, E2M1, 32, (1, 32), ScaleType.E8M0, stochastic_grad=True),
+        replace(_MXFP8, name="mxfp4", bits=4, element=E2M1, stochastic_grad=True),
         _NVFP4,
         _TENSORWISE,
         _TENSORWISE.hybrid(),

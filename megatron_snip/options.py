@@ -84,13 +84,14 @@ class Option:
             UsageError: if the text has another form or names an unknown format.
         """
         if text in MIXED:
-            formats = MIXED[text]
-            return cls(*formats)
+            fprop, dgrad, wgrad = MIXED[text]
+            return cls(fprop, dgrad, wgrad)
         parts = text.split("-")
         if len(parts) == 1:
             return cls.uniform(parts[0])
         if len(parts) == 3:
-            return cls(*parts)
+            fprop, dgrad, wgrad = parts
+            return cls(fprop, dgrad, wgrad)
         raise UsageError(
             f"'{shortened(text, 80)}' is not an option; write one format (fp4), three as "
             f"fprop-dgrad-wgrad (fp4-fp8-bf16), or {' or '.join(MIXED)}"
@@ -107,15 +108,17 @@ def formats_in(entries: Iterable[str]) -> tuple[str, ...]:
     Raises:
         UsageError: if an entry is neither a format nor an option.
     """
-    names = (name for entry in entries for name in Option.parse(entry).formats)
-    return tuple(dict.fromkeys(names))
+    names: dict[str, None] = {}
+    for entry in entries:
+        names |= dict.fromkeys(Option.parse(entry).formats)
+    return tuple(names)
 
 
 def enumerate_options(entries: tuple[str, ...], granularity: Granularity) -> tuple[Option, ...]:
     """Return the options a linear can choose from, the highest precision first.
 
     Args:
-        entries: formats, or options of several formats, that a plan may use.
+        entries: The formats, or options of several formats, that a plan may use.
         granularity: `linear` gives one option per entry, `gemm` every combination of formats.
 
     Raises:
@@ -126,4 +129,6 @@ def enumerate_options(entries: tuple[str, ...], granularity: Granularity) -> tup
         options = dict.fromkeys(Option.parse(entry) for entry in entries)
         return tuple(sorted(options, key=lambda option: -option.bits))
     ordered = sorted(formats_in(entries), key=lambda name: -get_format(name).bits)
-    return tuple(Option(*triple) for triple in itertools.product(ordered, repeat=3))
+    return tuple(
+        Option(fprop, dgrad, wgrad) for fprop, dgrad, wgrad in itertools.product(ordered, repeat=3)
+    )

@@ -20,7 +20,13 @@ RAMP_STEP = 0.05
 
 
 class Point(NamedTuple):
-    """From `iteration` on the target is `target`; `ramp`: it gets there linearly."""
+    """A point of the schedule: from an iteration on there is a new target.
+
+    Attributes:
+        iteration: The first iteration with the new target.
+        target: The new target.
+        ramp: Whether the target changes linearly from the point before to this one.
+    """
 
     iteration: int
     target: float
@@ -32,8 +38,8 @@ class TargetSchedule:
     """The target of every iteration.
 
     Attributes:
-        points: in ascending order of iterations; the first one is no ramp.
-        heal_from: the iteration at which healing begins, or None.
+        points: The points in ascending order of iterations; the first one is no ramp.
+        heal_from: The iteration at which healing begins, or None.
     """
 
     points: tuple[Point, ...]
@@ -41,15 +47,17 @@ class TargetSchedule:
 
     def at(self, iteration: int) -> float:
         """Return the target of an iteration (Megatron's, 1-based)."""
-        k = bisect_right(self.points, iteration, key=lambda point: point.iteration)
-        before = self.points[max(k, 1) - 1]
-        if k == len(self.points) or not self.points[k].ramp:
+        num_reached = bisect_right(self.points, iteration, key=lambda point: point.iteration)
+        before = self.points[max(num_reached, 1) - 1]
+        if num_reached == len(self.points) or not self.points[num_reached].ramp:
             return before.target
-        after = self.points[k]
+        after = self.points[num_reached]
         rise = after.target - before.target
-        steps = max(1, math.ceil(abs(rise) / RAMP_STEP - 1e-9))
+        num_steps = max(
+            1, math.ceil(abs(rise) / RAMP_STEP - 1e-9)
+        )  # (0.75 - 0.6) / 0.05 is above 3
         part = (iteration - before.iteration) / (after.iteration - before.iteration)
-        return round(before.target + rise * round(part * steps) / steps, 9)
+        return round(before.target + rise * round(part * num_steps) / num_steps, 9)
 
 
 def parse_points(texts: Iterable[str]) -> tuple[Point, ...]:

@@ -23,9 +23,9 @@ class Axis:
     different tokens.
 
     Attributes:
-        rank: this rank's index.
-        size: number of shards or replicas; ranks are 0 .. size - 1 unless it is 1.
-        group: the process group, or None at size 1.
+        rank: Index of this rank on the axis.
+        size: Number of shards or replicas; ranks are 0 .. size - 1 unless it is 1.
+        group: The process group, or None at size 1.
     """
 
     rank: int = 0
@@ -43,10 +43,10 @@ class LinearInfo:
     """What all ranks know of a linear; a table's row order follows a list of these.
 
     Attributes:
-        name: layout-independent name.
-        stage: pipeline stage.
-        in_features: K, global.
-        out_features: N, global.
+        name: Layout-independent name.
+        stage: Pipeline stage that holds it.
+        in_features: Number of input features K of the complete linear.
+        out_features: Number of output features N of the complete linear.
         flops_per_token: FLOPs of fprop, dgrad and wgrad for one token: 6 N K (times the experts
             that see each token).
     """
@@ -68,15 +68,16 @@ class Placement:
     """One linear of this rank: its global name and shape, and which shard of it is here.
 
     Attributes:
-        name: layout-independent name (`types.linear_name`); experts of a layer share it.
-        stage: pipeline stage that holds it.
+        name: Layout-independent name (`types.linear_name`); experts of a layer share it.
+        stage: Pipeline stage that holds it.
         kind: `column` shards out_features, `row` shards in_features.
-        in_features: K, global.
-        out_features: N, global.
-        tensor: the axis over which it is sharded; of one shard where it is replicated.
+        in_features: Number of input features K of the complete linear.
+        out_features: Number of output features N of the complete linear.
+        tensor: The axis over which it is sharded; an axis of one shard where it is replicated.
         num_chunks: 2 for a gated fc1, whose shard is [gate_r; up_r] of [gate; up]; else 1.
-        expert: global index of the expert, or None for a dense linear.
-        num_active: experts that see each token (1 for a dense linear); scales the FLOPs.
+        expert: Global index of the expert, or None for a dense linear.
+        num_active: Number of experts that see each token (1 for a dense linear). FLOPs count
+            that often.
     """
 
     name: str
@@ -106,16 +107,17 @@ class Topology:
     """The parallel layout as one rank sees it.
 
     Attributes:
-        rank: global rank; rank 0 solves and writes.
-        world_size: number of ranks.
-        stage: pipeline-parallel rank.
-        tensor: tensor-parallel axis of the dense linears.
-        expert_tensor: tensor-parallel axis of the experts' linears.
-        data: ranks with the same dense weights and other tokens (DP x CP).
-        expert_data: the same for experts' weights.
-        context: ranks among which the tokens of each sequence are divided; `data` has them, too.
+        rank: Global rank; rank 0 solves and writes.
+        world_size: Number of ranks.
+        stage: Pipeline-parallel rank.
+        tensor: Tensor-parallel axis of the dense linears.
+        expert_tensor: Tensor-parallel axis of the experts' linears.
+        data: Ranks with the same dense weights and other tokens (DP x CP).
+        expert_data: Ranks with the same experts' weights and other tokens.
+        context: Number of ranks among which the tokens of each sequence are divided. These ranks
+            are also in `data`.
         places: (data rank, tensor rank) of every rank, by global rank.
-        control: a CPU (gloo) group of all ranks for votes, plans and small tables, or None when
+        control: A CPU (gloo) group of all ranks for votes, plans and small tables, or None when
             there is one rank.
     """
 

@@ -7,7 +7,6 @@ resulting table, `megatron-snip plan --cost time` counts this machine's seconds.
 
 import argparse
 import contextlib
-import itertools
 import math
 import re
 from collections.abc import Iterable
@@ -56,7 +55,8 @@ def run(args: argparse.Namespace) -> int:
         UsageError: for bad input, or if the table cannot be written.
     """
     shapes, tokens = _shapes(args)
-    formats = list(dict.fromkeys(get_format(n.strip()).name for n in args.formats.split(",")))
+    given = [get_format(name.strip()).name for name in args.formats.split(",")]
+    formats = list(dict.fromkeys(given))
     if not args.output.parent.is_dir() or args.output.is_dir():
         raise UsageError(f"--output: '{args.output}' is no file in a folder that exists")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -66,7 +66,10 @@ def run(args: argparse.Namespace) -> int:
     machine = None if None in (here.capability, here.te_version) else here
     left_out: dict[str, str] = {}
     if machine is not None:
-        left_out = _refused(formats, machine, (tokens, *itertools.chain(*shapes.values())))
+        sizes = [tokens]
+        for rows, columns in shapes.values():
+            sizes += [rows, columns]
+        left_out = _refused(formats, machine, sizes)
         formats = [name for name in formats if name not in left_out]
     linears = []
     for names, (rows, columns) in shapes.items():
@@ -94,9 +97,13 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _refused(formats: list[str], machine: Machine, sizes: Iterable[int]) -> dict[str, str]:
-    """Return the formats that Transformer Engine does not run here, and why."""
+    """Return the formats that Transformer Engine does not run here, and why.
+
+    Raises:
+        UsageError: if it runs none of them.
+    """
     found = {}
-    divisor = math.gcd(*sizes)
+    divisor = math.gcd(*sizes)  # what divides all sizes
     for name in formats:
         reason = te_refusal(Option.uniform(name), machine)
         if reason is None:

@@ -64,13 +64,18 @@ _LINEARS = {
 }
 """Megatron's name -> torchtitan's and Hugging Face's."""
 
-_CONVERTERS = {
-    name: recipe.converter
-    for recipe in reversed(RECIPES.values())  # the first recipe of a format is the last to enter
-    for name in recipe.formats
-    if recipe.converter
-}
-"""torchtitan's converter for each format that it and ModelOpt have."""
+
+def _converters() -> dict[str, str]:
+    """Return torchtitan's converter for each format that it and ModelOpt have."""
+    converters: dict[str, str] = {}
+    for recipe in RECIPES.values():
+        for name in recipe.formats:
+            if recipe.converter:
+                converters.setdefault(name, recipe.converter)  # that of the format's first recipe
+    return converters
+
+
+_CONVERTERS = _converters()
 _ALGORITHMS: dict[str, dict[str, Any]] = {
     "float8": {"quant_algo": "FP8"},
     "mxfp8": {"quant_algo": "MXFP8", "group_size": 32},
@@ -121,14 +126,15 @@ def stages_from(args: argparse.Namespace, num_layers: int, known: int) -> Stages
     """Return the layers of each pipeline stage.
 
     Args:
-        args: parsed flags.
-        num_layers: of the decoder.
-        known: stages that the plan or the problem has, which may be of another job.
+        args: The parsed flags.
+        num_layers: Number of layers of the decoder.
+        known: Number of stages of the plan or the problem, which may be of another job.
 
     Raises:
         UsageError: if the layers do not add up.
     """
-    num_stages, chunks = args.pipeline_stages or known, args.chunk_layers
+    num_stages = args.pipeline_stages or known
+    chunks = args.chunk_layers
     if chunks is None:
         return Stages.even(num_layers, num_stages)
     if sum(chunks) != num_layers:
@@ -219,7 +225,10 @@ def _print_required_flags(
     file = shlex.quote(str(paths[0])) + ("  # of its stage" if len(paths) > 1 else "")
     flags = ["--transformer-impl transformer_engine", "--bf16", needed]
     flags.append(f"--te-precision-config-file {file}")
-    print("The run needs:", *(f"  {flag}" for flag in flags if flag), sep="\n")
+    print("The run needs:")
+    for flag in flags:
+        if flag:
+            print(f"  {flag}")
     if needed:
         gather = f"--{needed.split('-')[2]}-param-gather"
         advice = "Do not add --fp8-param-gather or --fp4-param-gather."
@@ -248,9 +257,10 @@ def _capability(text: str) -> tuple[int, int]:
 def _recipes(plan: PrecisionPlan, machine: Machine) -> tuple[dict[Option, TERecipe], list[str]]:
     """Return the recipe of every option of the plan, and a line for each replaced option."""
     uniform = [Option.uniform(name) for name in FORMATS]
-    recipes, changes = {}, []
+    recipes = {}
+    changes = []
     for option in dict.fromkeys(plan.linears.values()):
-        runnable = [o for o in (option, *uniform) if te_refusal(o, machine) is None]
+        runnable = [each for each in (option, *uniform) if te_refusal(each, machine) is None]
         instead = nearest_option(option, runnable)
         recipes[option] = te_recipe(instead, machine)
         if instead != option:
@@ -284,10 +294,14 @@ def _modelopt_config(linears: Mapping[str, Option]) -> tuple[dict[str, Any], lis
     """
     forward = {name: Option.uniform(option.fprop) for name, option in linears.items()}
     converters, changes = _renamed(forward, 1, "model.layers")
+    layers = {}
+    for name, converter in converters.items():
+        if converter is not None:
+            layers[name] = _ALGORITHMS[converter]
     quantization = {
         "quant_algo": "MIXED_PRECISION",
         "kv_cache_quant_algo": None,
-        "quantized_layers": {n: _ALGORITHMS[c] for n, c in converters.items() if c is not None},
+        "quantized_layers": layers,
     }
     producer = {"name": "megatron-snip", "version": __version__}
     return {"producer": producer, "quantization": quantization}, changes
@@ -296,7 +310,13 @@ def _modelopt_config(linears: Mapping[str, Option]) -> tuple[dict[str, Any], lis
 def _renamed(
     linears: Mapping[str, Option], column: int, prefix: str
 ) -> tuple[dict[str, str | None], list[str]]:
-    """Return {new name: converter, None for BF16}, and a line for each replaced option."""
+    """Return {new name: converter, None for BF16}, and a line for each replaced option.
+
+    Args:
+        linears: Option of each linear, by Megatron's name.
+        column: The column of `_PARENTS` and `_LINEARS`: 0 is torchtitan's, 1 Hugging Face's.
+        prefix: Path of the layers in the other program.
+    """
     candidates = [Option.uniform(name) for name in _CONVERTERS]
     found: dict[str, str | None] = {}
     changes: dict[str, None] = {}
@@ -304,12 +324,14 @@ def _renamed(
         block, layer, module = split_linear_name(name)
         parent, _, linear = module.rpartition(".")
         if block == "decoder" and parent in _PARENTS and linear in _LINEARS:
-            what, instead = f"{option}", nearest_option(option, candidates)
+            what = str(option)
+            instead = nearest_option(option, candidates)
             for other in _LINEARS[linear][column].split():
-                name = f"{prefix}.{layer}.{_PARENTS[parent][column]}.{other}"
-                found[name] = _CONVERTERS.get(instead.fprop)
-        else:
-            what, instead = f"{option} of {block} {module}", BF16
+                new_name = f"{prefix}.{layer}.{_PARENTS[parent][column]}.{other}"
+                found[new_name] = _CONVERTERS.get(instead.fprop)
+        else:  # the other program has no name for this linear
+            what = f"{option} of {block} {module}"
+            instead = BF16
         if instead != option:
             changes[f"{what} becomes {instead}"] = None
     return found, list(changes)

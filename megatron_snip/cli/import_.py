@@ -58,8 +58,11 @@ def run(args: argparse.Namespace) -> int:
     for name in problem.names:
         file = files[0 if len(files) == 1 else stages.local(name)[0]]
         linears[name] = file.option(name, stages, base, args.sequential_experts)
-    formats = dict.fromkeys(name for option in linears.values() for name in option.formats)
-    lowest = lowest_precision(tuple(name for name in formats if name != "bf16") or ("fp8",))
+    formats: dict[str, None] = {}
+    for option in linears.values():
+        formats |= dict.fromkeys(option.formats)
+    quantized = tuple(name for name in formats if name != "bf16")
+    lowest = lowest_precision(quantized or ("fp8",))
     work = {each.name: (each.stage, each.flops) for each in problem.linears}
     plan = assigned_plan(linears, work, lowest.name, "imported")
     write_output(args.output, plan.to_json())

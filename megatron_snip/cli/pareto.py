@@ -46,7 +46,8 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError(f"policy '{settings.policy}' has no target and so no frontier; take snip")
     points = frontier(problem, settings, targets)
     if args.json:
-        print(json.dumps([_record(*point) for point in points.items()], indent=1))
+        records = [_record(target, plan) for target, plan in points.items()]
+        print(json.dumps(records, indent=1))
     else:
         out = console()
         out.print(_table(points))
@@ -104,9 +105,12 @@ def _options(plan: PrecisionPlan | None) -> Counter[str]:
 
 
 def _table(points: dict[float, PrecisionPlan | None]) -> Table:
-    options = sorted({name for plan in points.values() for name in _options(plan)})
+    used: set[str] = set()
+    for plan in points.values():
+        used |= _options(plan).keys()
+    options = sorted(used)
     table = new_table((), ("target", "efficiency", "quality loss", "gap", *options, "solver"))
-    decimals = max(len(f"{target:g}".partition(".")[2]) for target in points)
+    decimals = max(len(f"{target:g}".partition(".")[2]) for target in points)  # of any target
     losses = column([getattr(plan, "objective", None) for plan in points.values()], SOLVER_NOISE)
     gaps = column([getattr(plan, "gap", None) for plan in points.values()], SOLVER_NOISE)
     for (target, plan), loss, gap in zip(points.items(), losses, gaps, strict=True):

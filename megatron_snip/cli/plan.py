@@ -7,6 +7,7 @@ highest reachable target are named); 2 on bad input.
 import argparse
 import json
 import sys
+from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 from typing import get_args
@@ -125,9 +126,13 @@ def inputs_from(args: argparse.Namespace) -> tuple[PlanningProblem, PlanSettings
     """
     if args.calibration is not None and args.cost != "time":
         raise UsageError("--calibration holds seconds, which only --cost time counts; add that")
-    values = {name: getattr(args, name, None) for name in PlanSettings.model_fields}
+    given = {}
+    for name in PlanSettings.model_fields:
+        value = getattr(args, name, None)
+        if value is not None:
+            given[name] = value
     try:
-        settings = PlanSettings(**{k: v for k, v in values.items() if v is not None})
+        settings = PlanSettings(**given)
     except ValidationError as error:
         wrong = first_problem(error)
         field = str(wrong.field).partition(".")[0]
@@ -144,12 +149,19 @@ def inputs_from(args: argparse.Namespace) -> tuple[PlanningProblem, PlanSettings
 
 def _edge_pins(problem: PlanningProblem, args: argparse.Namespace) -> Iterator[tuple[str, str]]:
     """Yield the first and last layers of every block as pins."""
+    if args.first_layers is None and args.last_layers is None:
+        return
+    layers_of: dict[str, set[int]] = defaultdict(set)
+    for name in problem.names:
+        block, layer, _ = split_linear_name(name)
+        layers_of[block].add(layer)
     for edge, is_last in ((args.first_layers, False), (args.last_layers, True)):
-        if edge is not None:
-            places = {split_linear_name(name)[:2] for name in problem.names}
-            for block in sorted({block for block, _ in places}):
-                layers = sorted((n for other, n in places if other == block), reverse=is_last)
-                yield from ((f"{block}.layers.{n}.*", edge[1]) for n in layers[: edge[0]])
+        if edge is None:
+            continue
+        count, option = edge
+        for block in sorted(layers_of):
+            for layer in sorted(layers_of[block], reverse=is_last)[:count]:
+                yield f"{block}.layers.{layer}.*", option
 
 
 def _pair(text: str) -> tuple[str, str]:
@@ -188,7 +200,9 @@ def _table(plan: PrecisionPlan, problem: PlanningProblem, previous: PrecisionPla
     table = new_table(text, (*numbers, "quality loss", "saving", "FLOPs"))
     total = sum(linear.flops for linear in problem.linears) or 1.0
     bf16 = OptionCost(quality_loss=0.0, saving=0.0)  # need not be listed
-    chosen = [each.options.get(str(plan.linears[each.name]), bf16) for each in problem.linears]
+    chosen = []
+    for linear in problem.linears:
+        chosen.append(linear.options.get(str(plan.linears[linear.name]), bf16))
     losses = column([cost.quality_loss for cost in chosen], SOLVER_NOISE)
     savings = column([cost.saving for cost in chosen])
     for linear, loss, saving in zip(problem.linears, losses, savings, strict=True):

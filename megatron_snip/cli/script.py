@@ -33,7 +33,7 @@ def is_script(words: Sequence[str]) -> bool:
     """Whether the command line names a script to run and not a subcommand.
 
     Args:
-        words: the command line, not empty; its first word is no subcommand.
+        words: The command line, not empty; its first word is no subcommand.
 
     Raises:
         UsageError: if a script follows other words.
@@ -53,7 +53,7 @@ def prepare_script(words: Sequence[str]) -> Path:
     """Stand in for `python SCRIPT` and install the patches that the command line asks for.
 
     Args:
-        words: `[--cpu] SCRIPT ARGS...`.
+        words: The command line `[--cpu] SCRIPT ARGS...`.
 
     Returns:
         The script, for `run_script`.
@@ -97,38 +97,43 @@ def run_script(script: Path) -> int:
         _explain_import(script, error)
         raise
     except SystemExit as end:
-        _explain(script, end.code == 2)
+        flags_were_refused = end.code == 2
+        if not _explain_unreached(script) and flags_were_refused and CPU_FLAG in sys.argv:
+            _print_error(
+                f"{CPU_FLAG} comes before the script: -m megatron_snip {CPU_FLAG} {script} ..."
+            )
         raise
-    _explain(script, refused=False)
+    _explain_unreached(script)
     return 0
 
 
-def _explain(script: Path, refused: bool) -> None:
+def _explain_unreached(script: Path) -> bool:
+    """Print an error if SNIP's flags had no effect, because the script never reached a loop."""
     from megatron_snip.patches.install import REGISTRY
 
     session = REGISTRY.session
-    if session.cli_flags and not session.reached_loop:
-        text = (
-            f"'{script}' reached neither Megatron-LM's nor Megatron-Bridge's pretrain, so SNIP did "
-            "nothing; a training loop of your own calls SnipController, see docs/extending.md"
-        )
-    elif refused and CPU_FLAG in sys.argv:
-        text = f"{CPU_FLAG} comes before the script: -m megatron_snip {CPU_FLAG} {script} ..."
-    else:
-        return
-    print(f"megatron-snip: error: {shown(text)}", file=sys.stderr)
+    if not session.cli_flags or session.reached_loop:
+        return False
+    _print_error(
+        f"'{script}' reached neither Megatron-LM's nor Megatron-Bridge's pretrain, so SNIP did "
+        "nothing; a training loop of your own calls SnipController, see docs/extending.md"
+    )
+    return True
 
 
 def _explain_import(script: Path, error: ImportError) -> None:
-    """Say it if a script asks Megatron-Bridge for what its release does not have."""
+    """Print an error if a script imports what the installed Megatron-Bridge does not have."""
     if (error.name or "").startswith("megatron.bridge."):
         from megatron_snip.version import installed_version
 
-        text = (
+        _print_error(
             f"megatron-bridge {installed_version('megatron-bridge')} does not have what '{script}' "
             f"imports from {error.name}; install the release that the script was written for"
         )
-        print(f"megatron-snip: error: {shown(text)}", file=sys.stderr)
+
+
+def _print_error(text: str) -> None:
+    print(f"megatron-snip: error: {shown(text)}", file=sys.stderr)
 
 
 def expand(words: Sequence[str]) -> list[str]:

@@ -81,9 +81,9 @@ def _print_divergences(record: Divergences, sort: str) -> None:
     if sort != "model":
         rows.sort(key=lambda row: math.inf if row[2][sort] is None else -row[2][sort])
     table = new_table(("linear", "option"), COLUMNS)
-    columns = [column([values[name] for *_, values in rows]) for name in COLUMNS]
-    for (name, option, _), *numbers in zip(rows, *columns, strict=True):
-        table.add_row(name, option, *numbers)
+    columns = {name: column([values[name] for _, _, values in rows]) for name in COLUMNS}
+    for row, (name, option, _) in enumerate(rows):
+        table.add_row(name, option, *(columns[each][row] for each in COLUMNS))
     out = console()
     out.print(f"iteration {record.iteration}, loss {number(record.loss)}")
     out.print(table)
@@ -103,7 +103,7 @@ def _print_health(health: HealthTable) -> None:
         worst = list(findings)
         values = column([each.value for each in worst])
         for each, value in zip(worst, values, strict=True):
-            table.add_row(*each[1:4], value)
+            table.add_row(each.linear, each.tensor, each.format, value)
         out.print(table)
 
 

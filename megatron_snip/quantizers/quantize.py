@@ -207,39 +207,51 @@ def quantize_dequantize_pair(
     arguments these are.
 
     Args:
-        x: [.., cols].
-        formats: of the first GEMM (fprop of input, dgrad of grad_output), and of wgrad.
-        operand: input or grad_output.
-        stream: random numbers.
-        dtype: of the quantized results.
+        x: The operand, [.., cols].
+        formats: The formats of the first GEMM (fprop of input, dgrad of grad_output) and of wgrad.
+        operand: Input or grad_output.
+        stream: The random numbers, where a format rounds stochastically.
+        dtype: The dtype of the quantized results; None is x's own.
 
     Returns:
         Two tensors of x's shape: for the first GEMM, and for wgrad.
     """
-    named = (get_format(f) if isinstance(f, str) else f for f in formats)
-    row, col = (operand_format(fmt, operand) for fmt in named)
-    row_gemm = Gemm.FPROP if operand is Operand.INPUT else Gemm.DGRAD
-    each = [(f, g, operand_block(f, operand, g)) for f, g in ((row, row_gemm), (col, Gemm.WGRAD))]
-    together = row.quantized and col.quantized and not col.wgrad_hadamard
-    if together and launch.use_kernels(x.device, *(block for *_, block in each)):
+    first_format, wgrad_format = formats
+    row = _format_of(first_format, operand)
+    col = _format_of(wgrad_format, operand)
+    first_gemm = Gemm.FPROP if operand is Operand.INPUT else Gemm.DGRAD
+    row_block = operand_block(row, operand, first_gemm)
+    col_block = operand_block(col, operand, Gemm.WGRAD)
+
+    # A Hadamard transform gives wgrad another tensor to read, so that one read cannot serve both.
+    one_read_serves = row.quantized and col.quantized and not col.wgrad_hadamard
+    if one_read_serves and launch.use_kernels(x.device, row_block, col_block):
         source = x.detach().flatten(0, -2)
-        directions = []
-        for fmt, gemm, block in each:
-            reference.check(source, fmt, block)
-            used = _stream_of(fmt, operand, gemm, stream)
-            directions.append((fmt, block, philox_arguments(used, x.shape[-1])))
-        amax = reference.tensor_amax_of(x, None, row, col)
-        a, b = launch.quantize_dequantize(
-            source, *directions, dtype=dtype or x.dtype, tensor_amax=amax
+        cols = x.shape[-1]
+        reference.check(source, row, row_block)
+        reference.check(source, col, col_block)
+        row_random = philox_arguments(_stream_of(row, operand, first_gemm, stream), cols)
+        col_random = philox_arguments(_stream_of(col, operand, Gemm.WGRAD, stream), cols)
+        for_first, for_wgrad = launch.quantize_dequantize(
+            source,
+            (row, row_block, row_random),
+            (col, col_block, col_random),
+            dtype=dtype or x.dtype,
+            tensor_amax=reference.tensor_amax_of(x, None, row, col),
         )
-        return a.view(x.shape), b.view(x.shape)
-    if stream is not None and all(is_stochastic(fmt, operand) for fmt in (row, col)):
-        stream = stream.draw(x.shape[:-1].numel(), x.shape[-1], x.device)
-    first, second = (
-        quantize_dequantize_operand(x, fmt, operand, gemm, stream=stream, dtype=dtype)
-        for fmt, gemm, _ in each
+        return for_first.view(x.shape), for_wgrad.view(x.shape)
+
+    if stream is not None and is_stochastic(row, operand) and is_stochastic(col, operand):
+        stream = stream.draw(x.shape[:-1].numel(), x.shape[-1], x.device)  # once for both
+    return (
+        quantize_dequantize_operand(x, row, operand, first_gemm, stream=stream, dtype=dtype),
+        quantize_dequantize_operand(x, col, operand, Gemm.WGRAD, stream=stream, dtype=dtype),
     )
-    return first, second
+
+
+def _format_of(fmt: str | Format, operand: Operand) -> Format:
+    """Return what an operand takes in a format, which may be given by name."""
+    return operand_format(get_format(fmt) if isinstance(fmt, str) else fmt, operand)
 
 
 def _stream_of(
@@ -257,8 +269,14 @@ def philox_arguments(stream: StochasticStream | None, cols: int) -> PhiloxArgume
     """Return where a kernel draws the random numbers of a local tensor with `cols` columns."""
     if stream is None:
         return NO_RANDOM
-    columns, word = stream.column_map(cols), stream.key.word
-    sharded = columns.local_chunk != columns.global_cols
-    mode = (2 if sharded else 1) if columns.aligned else 3
-    signed = word - 2**64 if word >= 2**63 else word
+    columns = stream.column_map(cols)
+    is_sharded = columns.local_chunk != columns.global_cols
+    if not columns.aligned:
+        mode = 3
+    elif is_sharded:
+        mode = 2
+    else:
+        mode = 1
+    word = stream.key.word
+    signed = word - 2**64 if word >= 2**63 else word  # Triton's integers are signed
     return PhiloxArguments(signed, columns, mode, stream.swapped)

@@ -235,8 +235,8 @@ def tile_scales(
     largest = fmt.element.max_value
     if fmt.has_tensor_scale:
         assert tensor_amax is not None
-        delayed = fmt.scale is ScaleType.DELAYED
-        encode = tensor_amax if delayed else tensor_scale(tensor_amax, fmt.element)
+        is_given = fmt.scale is ScaleType.DELAYED  # then `tensor_amax` is the scale
+        encode = tensor_amax if is_given else tensor_scale(tensor_amax, fmt.element)
         return encode.expand_as(amax), _divide_into(1.0, encode).expand_as(amax)
     if fmt.scale is ScaleType.E4M3:
         assert tensor_amax is not None
@@ -258,7 +258,8 @@ def tile_scales(
     floored = _floor(amax, fmt.element)
     decode = _divide(floored, largest)
     if fmt.scale is ScaleType.E8M0:
-        # The next power of two; NaN stays.
+        # The next power of two: the sum carries into the exponent unless the mantissa is 0. NaN
+        # stays.
         bits = (decode.view(torch.int32) + 0x007FFFFF).bitwise_and_(_EXPONENT_MASK)
         decode = torch.where(decode.isnan(), decode, bits.view(torch.float32))
         return decode.reciprocal(), decode
@@ -313,11 +314,11 @@ def round_in_place(
     """Round `y` to the element type's grid, in place; NaN stays NaN, zeros come out as +0.
 
     Args:
-        y: FP32 within [-max_value, max_value] or NaN; overwritten.
-        element: the grid.
-        scratch: y's shape, int32; overwritten.
-        bits16: y's shape, int16, uniform over all 65536 values, for stochastic rounding (unbiased
-            to within 2^-17 of a step); None rounds to nearest, ties to even.
+        y: FP32 numbers within [-max_value, max_value], or NaN; overwritten.
+        element: The element type whose grid is rounded to.
+        scratch: Memory of y's shape, int32; overwritten.
+        bits16: Random numbers of y's shape, int16, uniform over all 65536 values, for stochastic
+            rounding (unbiased to within 2^-17 of a step); None rounds to nearest, ties to even.
     """
     power = scratch.view(torch.float32)  # p, once only the exponent field is left
     torch.bitwise_and(y.view(torch.int32), _EXPONENT_MASK, out=scratch)

@@ -78,10 +78,10 @@ class Progress:
     """A run between two iterations.
 
     Attributes:
-        iteration: iterations done.
-        first_validation_loss: before the first iteration; None without evaluation.
-        validation_loss: of the last evaluation; None without evaluation.
-        snip: the controller's state; None without SNIP.
+        iteration: Number of iterations done.
+        first_validation_loss: Loss of the evaluation before the first iteration; None without one.
+        validation_loss: Loss of the last evaluation; None without one.
+        snip: The controller's state; None without SNIP.
     """
 
     iteration: int
@@ -99,9 +99,9 @@ class SavedRun:
     """The run that wrote a checkpoint.
 
     Attributes:
-        config: its settings, plain types.
-        world_size: its number of ranks.
-        files: {file name: SHA-256 (hex)}.
+        config: The settings of the run as plain values.
+        world_size: The number of its ranks.
+        files: SHA-256 (hex) of each file, by the file's name.
     """
 
     config: dict[str, Any]
@@ -226,7 +226,7 @@ def save_checkpoint(state: TrainingState, group: ProcessGroup | None, progress: 
     Args:
         state: model, optimizer, scheduler and settings.
         group: all ranks, carries CPU tensors.
-        progress: what else a resumed run needs.
+        progress: The progress that a resumed run needs.
 
     Raises:
         SnipError: if it cannot be written; earlier checkpoints are untouched. After an error
@@ -272,9 +272,9 @@ def load_checkpoint(state: TrainingState, group: ProcessGroup | None, iteration:
     """All ranks: load the checkpoint of the settings' `load` after `iteration` iterations.
 
     Args:
-        state: receives the weights and the states of optimizer and scheduler.
-        group: all ranks, carries CPU tensors.
-        iteration: as `resume_iteration` returned it.
+        state: Receives the weights and the states of optimizer and scheduler.
+        group: The group of all ranks; it carries CPU tensors.
+        iteration: The iteration that `resume_iteration` returned.
 
     Raises:
         SnipError: on every rank, if it is damaged or Megatron cannot read it.
@@ -284,16 +284,19 @@ def load_checkpoint(state: TrainingState, group: ProcessGroup | None, iteration:
     path = checkpoint_path(config.load, iteration)
     run = read_saved_run(path)
     found = _digests(path, sorted(run.files), group)
-    for name in (name for name, digest in run.files.items() if found[name] != digest):
-        raise UsageError(
-            f"load: '{path / name}' does not match the SHA-256 in {SETTINGS}: it is damaged or "
-            "changed; load another checkpoint with --ckpt-step"
-        )
+    for name, digest in run.files.items():
+        if found[name] != digest:
+            raise UsageError(
+                f"load: '{path / name}' does not match the SHA-256 in {SETTINGS}: it is damaged or "
+                "changed; load another checkpoint with --ckpt-step"
+            )
     new = config.model_dump(mode="json")
     same_layout = run.world_size == dist.get_world_size() and all(
         run.config.get(name) == new[name] for name in LAYOUT_FIELDS
     )
-    content = _template(state, loading=True) | (_random_streams() if same_layout else {})
+    content = _template(state, loading=True)
+    if same_layout:  # other ranks have no use for these ranks' streams
+        content |= _random_streams()
     try:
         loaded = dist_checkpointing.load(content, str(path))
     except (Exception, CheckpointException) as error:
@@ -349,8 +352,10 @@ def _chunks(state: TrainingState) -> dict[str, Any]:
 def _digests(folder: Path, names: list[str], group: ProcessGroup | None) -> dict[str, str]:
     """All ranks: hash the files, each rank a share; of an unreadable file the error."""
     share = names[dist.get_rank() :: dist.get_world_size()]
-    parts = gather_json({name: _sha256(folder / name) for name in share}, group)
-    return {name: digest for part in parts for name, digest in part.items()}
+    digests: dict[str, str] = {}
+    for part in gather_json({name: _sha256(folder / name) for name in share}, group):
+        digests |= part
+    return digests
 
 
 def make_partial(partial: Path) -> None:

@@ -105,12 +105,12 @@ class TrainingResult:
     """How a run ended.
 
     Attributes:
-        iterations: done, including those before a resume.
-        loss: of the last iteration; NaN if none was left to do.
-        first_validation_loss: before the first iteration; None if eval_iters is 0.
-        validation_loss: after the last iteration; None if eval_iters is 0.
-        seconds: wall time of the loop.
-        stopped: why the run ended early, e.g. `SIGTERM`; None if it did not.
+        iterations: Number of iterations done, including those before a resume.
+        loss: Loss of the last iteration; NaN if none was left to do.
+        first_validation_loss: Validation loss before the first iteration; None if eval_iters is 0.
+        validation_loss: Validation loss after the last iteration; None if eval_iters is 0.
+        seconds: Wall time of the loop.
+        stopped: Why the run ended early, such as `SIGTERM`; None if it did not.
     """
 
     iterations: int
@@ -136,12 +136,12 @@ def train(
     evaluated (iteration 1: before its update, others: after it).
 
     Args:
-        state: model, optimizer, scheduler and settings.
-        datasets: training and validation samples.
+        state: Model, optimizer, scheduler and settings.
+        datasets: Training and validation samples.
         hook: SNIP's controller or `PlainTraining`.
-        start: resume from here; model, optimizer and scheduler are loaded already.
-        save: all ranks; saves a checkpoint. None never saves.
-        stop: all ranks; returns why the run ends after this iteration, or None.
+        start: The progress to resume from; model, optimizer and scheduler are loaded already.
+        save: Saves a checkpoint; all ranks call it. None never saves.
+        stop: Returns why the run ends after this iteration, or None; all ranks call it.
 
     Raises:
         SnipError: on every rank, if the loss or gradient norm is not finite or a checkpoint cannot
@@ -172,9 +172,16 @@ def train(
         is_due = config.save_interval is not None and iteration % config.save_interval == 0
         if save is not None and (is_due or is_last or stopped is not None):
             save(Progress(iteration, first, validation, hook.state(iteration)))
-        stopped = None if is_last else stopped
-    seconds = time.perf_counter() - begin
-    return TrainingResult(iteration, metrics["loss"], first, validation, seconds, stopped)
+        if is_last:  # a signal in the last iteration stops nothing
+            stopped = None
+    return TrainingResult(
+        iterations=iteration,
+        loss=metrics["loss"],
+        first_validation_loss=first,
+        validation_loss=validation,
+        seconds=time.perf_counter() - begin,
+        stopped=stopped,
+    )
 
 
 def train_step(

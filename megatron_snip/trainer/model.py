@@ -60,10 +60,10 @@ class TrainingState:
     """The model of this rank and its optimizer.
 
     Attributes:
-        model: wrapped chunks; more than one in an interleaved pipeline.
+        model: The wrapped model chunks; more than one in an interleaved pipeline.
         optimizer: Megatron's AdamW, with FP32 master weights under BF16.
-        scheduler: of learning rate and weight decay.
-        config: the run's settings.
+        scheduler: Megatron's scheduler of learning rate and weight decay.
+        config: The run's settings.
     """
 
     model: tuple[DistributedDataParallel, ...]
@@ -75,8 +75,8 @@ class TrainingState:
         """Return the keyword arguments of Megatron's schedule for one iteration.
 
         Args:
-            data: for each model chunk an iterator over the iteration's microbatches.
-            forward_only: evaluate.
+            data: For each model chunk an iterator over the iteration's microbatches.
+            forward_only: Whether to evaluate and not to train.
         """
         config = self.config
         return {

@@ -85,9 +85,10 @@ def check_run(config: TrainConfig, world_size: int) -> None:
         transformer_config(config)
     except (ValueError, AssertionError) as error:
         raise UsageError(f"Megatron refuses the settings: {one_line(error)}") from None
-    for name, needed in (("save_interval", "save"), ("ckpt_step", "load")):
-        if getattr(config, name) and getattr(config, needed) is None:
-            raise UsageError(f"{name} needs {needed}, a folder of checkpoints")
+    if config.save_interval and config.save is None:
+        raise UsageError("save_interval needs save, a folder of checkpoints")
+    if config.ckpt_step and config.load is None:
+        raise UsageError("ckpt_step needs load, a folder of checkpoints")
     iteration = resume_iteration(config)
     if config.save is not None and not (iteration and config.save == config.load):
         check_new_save(config.save)
@@ -151,8 +152,8 @@ def run_session(config: TrainConfig, console: Console | None) -> TrainingResult:
     """All ranks, with Megatron's groups initialized: build, load, train, save, write the files.
 
     Args:
-        config: the run's settings, checked.
-        console: for progress and summary on rank 0; None prints nothing.
+        config: The run's settings, checked.
+        console: The console for progress and summary on rank 0; None prints nothing.
     """
     control = dist.group.WORLD if dist.get_backend() == "gloo" else dist.new_group(backend="gloo")
     done = broadcast_json(resume_iteration(config), control)
@@ -309,8 +310,8 @@ def _print_result(config: TrainConfig, result: TrainingResult, console: Console)
     if result.stopped and config.save is not None:
         lines.append(f"to resume: the same command with --load {config.save}")
     if result.validation_loss is not None and result.first_validation_loss is not None:
-        losses = result.first_validation_loss, result.validation_loss
-        lines.append("validation loss {:.4f} before training, {:.4f} after".format(*losses))
+        before = f"{result.first_validation_loss:.4f} before training"
+        lines.append(f"validation loss {before}, {result.validation_loss:.4f} after")
     with contextlib.suppress(UsageError):  # a run whose files could not be written
         lines += lessons(read_run(config.run_dir))
     lines.append(f"next: megatron-snip report {shlex.quote(str(config.run_dir))}")
