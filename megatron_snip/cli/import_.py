@@ -66,8 +66,8 @@ def run(args: argparse.Namespace) -> int:
     work = {each.name: (each.stage, each.flops) for each in problem.linears}
     plan = assigned_plan(linears, work, lowest.name, "imported")
     write_output(args.output, plan.to_json())
-    for option, count in Counter(map(str, plan.linears.values())).most_common():
-        print(f"  {option}: {count} linears")
+    for text, count in Counter(map(str, plan.linears.values())).most_common():
+        print(f"  {text}: {count} linears")
     print(f"share of FLOPs in the lowest precision: {plan.efficiency:.4f}")
     if any(file.has_evaluation_recipes() for file in files):
         print(

@@ -169,13 +169,13 @@ class _OperandScale(NamedTuple):
     Attributes:
         size: Number of elements that the sums stand for.
         square: Sum of squares of these elements.
-        count: How often each element was counted.
+        times_counted: How often each element was counted.
         unit: Factor from the tensor as the linear sees it to the gradient of the batch-mean loss.
     """
 
     size: float
     square: float
-    count: float
+    times_counted: float
     unit: float
 
 
@@ -207,7 +207,7 @@ def _linear_health(
             histograms[operand] = histogram
         for f, name in enumerate(s.formats):
             numbers = by_format[f][o]
-            error, zeros, saturated = (value / scale.count for value in numbers[:-NUM_BINS])
+            error, zeros, saturated = (value / scale.times_counted for value in numbers[:-NUM_BINS])
             worst_expert = {}
             for measure, (which, values) in worst.items():
                 if math.isfinite(values[f][o]):
