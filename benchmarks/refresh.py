@@ -1,12 +1,14 @@
 """What a measured training iteration costs over an ordinary one: time, and peak memory.
 
-    python -m benchmarks.refresh [--rounds 7] [--shape small] [--fraction 1.0] [--microbatches 1]
+    python -m benchmarks.refresh [--rounds 15] [--shape small] [--fraction 1.0] [--microbatches 1]
 
-A BF16 Llama trains in this process. Ordinary iterations (forward, backward, optimizer) and measured
-ones (all linears, or a part of them, with formats fp8 and fp4; reduction, divergences, problem)
-alternate; the ratio is of the medians (of CPU seconds on a CPU, one thread). Memory is counted by
-torch's profiler on the CPU and by the allocator on a GPU; peaks are above what is held when the
-iteration begins.
+A BF16 Llama trains in this process as in a run with `--snip-collect-only`: forward and backward
+under the controller, optimizer, scheduler, metrics, and the files of each measurement. Iterations
+that measure (all linears, or a part of them, with formats fp8 and fp4) and ordinary ones alternate.
+A ratio is that of an iteration that measures to the ordinary one beside it, in CPU seconds of one
+thread on a CPU; the result is the median over the pairs, with its 95 % interval. The solver is left
+out: it works in another process (`benchmarks.stall`). Memory is counted by torch's profiler on the
+CPU and by the allocator on a GPU; peaks are above what is held when the iteration begins.
 """
 
 from __future__ import annotations
@@ -17,17 +19,17 @@ import math
 import os
 import statistics
 import sys
+import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
 os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # one core, whatever else the machine does
 
 import torch
-from megatron.core.pipeline_parallel import get_forward_backward_func
 from rich.console import Console
 from rich.table import Table
 from torch.profiler import ProfilerActivity, profile
@@ -35,14 +37,16 @@ from torch.profiler import ProfilerActivity, profile
 from benchmarks.lab import Lab, open_lab
 from benchmarks.machine import RESULTS, append_row, has_gpu
 from megatron_snip.config import SnipConfig
-from megatron_snip.divergence.quality_loss import (
-    divergence_table,
-    planning_problem,
-)
-from megatron_snip.run.step import zero_gradients
+from megatron_snip.reporting.run_directory import RunDirectory
+from megatron_snip.run.controller import SnipController
+from megatron_snip.run.observation import MIN_OPTIMIZER_STEPS
+from megatron_snip.trainer.loop import train_step
+
+T = TypeVar("T")
 
 SHAPES = {
     "small": {"num_layers": 4, "hidden_size": 256, "ffn_hidden_size": 512, "seq_length": 256},
+    "short": {"num_layers": 4, "hidden_size": 512, "ffn_hidden_size": 1024, "seq_length": 64},
     "wide": {"num_layers": 4, "hidden_size": 768, "ffn_hidden_size": 2048, "seq_length": 512},
     "deep": {"num_layers": 24, "hidden_size": 768, "ffn_hidden_size": 2048, "seq_length": 256},
     "large": {"num_layers": 8, "hidden_size": 2048, "ffn_hidden_size": 5632, "seq_length": 2048},
@@ -50,24 +54,50 @@ SHAPES = {
 """A microbatch is four sequences."""
 
 
-def iterate(lab: Lab, config: SnipConfig | None = None, part: int = 0) -> None:
-    """Make one training iteration; measured if `config` is given."""
-    batches = lab.microbatches(lab.config.global_batch_size // lab.config.micro_batch_size)
-    arguments = lab.state.arguments([iter(batches)])
-    zero_gradients(lab.state.model, lab.state.optimizer)
-    if config is None:
-        with lab.model.runtime.training_pass(lab.step + 1):
-            get_forward_backward_func()(**arguments)
-    else:
-        linears = lab.model.all_linears
-        stride = math.ceil(1 / config.measure_fraction - 1e-9)
-        names = frozenset(linear.name for linear in linears[part % stride :: stride])
-        table = lab.observed(arguments, config, names)
-        lowest = config.lowest_format
-        divergences = divergence_table(table, config.options, lowest, config, warn=False)
-        planning_problem(divergences, 0.75)
-    lab.state.optimizer.step()
-    lab.step += 1
+class Training:
+    """Trains the lab's model; half of the iterations measure, in turns."""
+
+    def __init__(self, lab: Lab, fraction: float, folder: Path) -> None:
+        """Start after the lab's steps so far.
+
+        Args:
+            lab: the model; it is left without its own planned linears.
+            fraction: of the linears that an iteration measures.
+            folder: for the files of the run.
+        """
+        num_parts = math.ceil(1 / fraction - 1e-9)
+        self.config = SnipConfig(
+            formats=("fp8", "fp4"),
+            measure_fraction=fraction,
+            collect_only=True,
+            start_step=lab.step + 1,
+            interval=2 * num_parts,
+        )
+        self.num_parts = num_parts
+        self._lab = lab
+        lab.model.uninstall()  # the controller has its own
+        state = lab.state
+        writers = [RunDirectory(folder)]
+        self._controller = SnipController(
+            self.config, state.model, state.optimizer, writers=writers
+        )
+
+    def iterate(self) -> None:
+        """Make the next iteration."""
+        lab = self._lab
+        lab.step += 1
+        metrics = train_step(lab.step, lab.state, lab.datasets.train, self._controller)
+        self._controller.end_iteration(lab.step, metrics)
+
+    def run(self, each: Callable[[Callable[[], None]], T]) -> tuple[list[T], list[T]]:
+        """Return what `each` returns for iterations that measure, and for as many ordinary ones."""
+        measured = [each(self.iterate) for _ in range(self.num_parts)]
+        ordinary = [each(self.iterate) for _ in range(self.num_parts)]
+        return measured, ordinary
+
+    def close(self) -> None:
+        """End the run."""
+        self._controller.close()
 
 
 def seconds(run: Callable[[], object]) -> float:
@@ -115,31 +145,30 @@ def tensor_bytes() -> int:
     return sum(storages.values())
 
 
-def compare(lab: Lab, config: SnipConfig, rounds: int) -> dict[str, Any]:
+def compare(lab: Lab, training: Training, rounds: int) -> dict[str, Any]:
     """Return times and memory of ordinary and measured iterations that alternate."""
-    iterate(lab)
-    iterate(lab, config)
-    ordinary, measured = [], []
-    for part in range(rounds):
-        ordinary.append(seconds(lambda: iterate(lab)))
-        measured.append(seconds(lambda part=part: iterate(lab, config, part)))
+    training.run(lambda iterate: iterate())
+    measured: list[float] = []
+    ordinary: list[float] = []
+    for _ in range(rounds):
+        these = training.run(seconds)
+        measured += these[0]
+        ordinary += these[1]
+    ratios = [m / o for m, o in zip(measured, ordinary, strict=True)]
+    ratio = statistics.median(ratios)
     before = tensor_bytes()
-    peak_measured = peak_bytes(lambda: iterate(lab, config))
+    peak_measured, peak_ordinary = (max(peaks) for peaks in training.run(peak_bytes))
     held = tensor_bytes() - before
-    peak_ordinary = peak_bytes(lambda: iterate(lab))
     parameters = sum(p.numel() for p in lab.state.model[0].parameters())
     linear = max(i.in_features * i.out_features for i in lab.model.all_linears)
     tokens = lab.config.micro_batch_size * lab.config.seq_length
     widest = max(max(i.in_features, i.out_features) for i in lab.model.all_linears)
-    medians = statistics.median(ordinary), statistics.median(measured)
-    ratio = medians[1] / medians[0]
-
     return {
-        "iteration_s": medians[0],
-        "measured_s": medians[1],
+        "iteration_s": statistics.median(ordinary),
+        "measured_s": statistics.median(measured),
         "ratio": ratio,
-        "mean_ratio_at_interval_100": 1 + (ratio - 1) / config.measure_fraction / 100,
-        "worst_ratio": max(measured) / medians[0],
+        "ratio_interval": median_interval(ratios),
+        "mean_ratio_at_interval_100": 1 + (ratio - 1) * training.num_parts / 100,
         "held_share_of_parameters": held / (2 * parameters),
         "peak_iteration_bytes": peak_ordinary,
         "peak_measured_bytes": peak_measured,
@@ -149,10 +178,17 @@ def compare(lab: Lab, config: SnipConfig, rounds: int) -> dict[str, Any]:
     }
 
 
+def median_interval(values: Sequence[float]) -> tuple[float, float]:
+    """Return the 95 % confidence interval of the median, by its ranks."""
+    ranked = sorted(values)
+    cut = max(0, math.floor((len(ranked) - 1.96 * math.sqrt(len(ranked))) / 2))
+    return ranked[cut], ranked[-1 - cut]
+
+
 def main(argv: list[str] | None = None) -> int:
     """Run, print a table, append a row of JSON."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
-    parser.add_argument("--rounds", type=int, default=7, help="iterations of each kind timed")
+    parser.add_argument("--rounds", type=int, default=15, help="pairs of iterations that are timed")
     parser.add_argument("--fraction", type=float, default=1.0, help="of linears measured at once")
     parser.add_argument("--microbatches", type=int, default=1, help="of an iteration")
     parser.add_argument(
@@ -169,12 +205,13 @@ def main(argv: list[str] | None = None) -> int:
         "micro_batch_size": 4,
         "global_batch_size": 4 * args.microbatches,
         "bf16": True,
-        "train_iters": 4 * args.rounds + 16,
+        "train_iters": MIN_OPTIMIZER_STEPS + 2 * math.ceil(1 / args.fraction) * (args.rounds + 2),
     }
-    config = SnipConfig(formats=("fp8", "fp4"), measure_fraction=args.fraction)
-    with open_lab(values) as lab:
-        lab.train(3)
-        result = compare(lab, config, args.rounds)
+    with open_lab(values) as lab, tempfile.TemporaryDirectory() as folder:
+        lab.train(MIN_OPTIMIZER_STEPS)
+        training = Training(lab, args.fraction, Path(folder))
+        result = compare(lab, training, args.rounds)
+        training.close()
     _show(result)
     row = {"shape": args.shape, "fraction": args.fraction, "microbatches": args.microbatches}
     append_row(args.output, {**row, **result})

@@ -20,7 +20,12 @@ from torch import Tensor
 
 from megatron_snip.config import HealthMeasure
 from megatron_snip.formats import Block, Format, ScaleType
-from megatron_snip.quantizers.reference import tile_amaxes, tile_magnitudes, tile_scales
+from megatron_snip.quantizers.reference import (
+    amax_of,
+    tile_amaxes,
+    tile_magnitudes,
+    tile_scales,
+)
 from megatron_snip.statistics.health_table import (
     SMALL_IS_BAD,
     HealthTable,
@@ -82,7 +87,7 @@ class HealthSums:
         self._nonzero: dict[Operand, Tensor] = {}
         self._scales: list[tuple[Tensor, Tensor]] = []
         self._zeroed: list[Tensor] = []
-        self._saturated: list[Tensor] = []
+        self._saturated: list[Tensor | None] = []
 
     def scales(self, x: Tensor, tiles: Tiles, tensor_amax: Tensor | None) -> tuple[Tensor, Tensor]:
         """Return what `tile_scales` returns for an operand x [rows, cols]."""
@@ -108,11 +113,11 @@ class HealthSums:
         if operand not in self._nonzero:
             self._nonzero[operand] = x.bool()  # much faster than eq(0)
         self._zeroed.append((self._nonzero[operand] > quantized.bool()).sum())
-        saturated = torch.zeros((), dtype=torch.int64, device=x.device)
         if fmt.scale in _CAN_SATURATE:
             limit = scale * (fmt.element.max_value * _SCALE_ROUNDING)
-            saturated = (tile_magnitudes(x, block) > limit).sum()
-        self._saturated.append(saturated)
+            self._saturated.append((tile_magnitudes(x, block) > limit).sum())
+        else:
+            self._saturated.append(None)
         self._scales.append((scale, self._amaxes[operand, block]))
 
     def sums(self, errors: Tensor, tensors: Iterable[Tensor]) -> Tensor:
@@ -124,18 +129,21 @@ class HealthSums:
         """
         parts = [_histogram_part(x, operand) for x, operand in zip(tensors, Operand, strict=True)]
         bins = _log2_counts([*self._scales, *((part, part) for part in parts)])
-        counts = (torch.stack(each).float() for each in (self._zeroed, self._saturated))
-        by_format = torch.stack([errors, *counts], 1)
+        zeroed = torch.stack(self._zeroed).float()
+        saturated = torch.zeros_like(errors)
+        for i, count in enumerate(self._saturated):
+            if count is not None:
+                saturated[i] = count
+        by_format = torch.stack([errors, zeroed, saturated], 1)
         heads = torch.cat([by_format, by_format.new_zeros((len(Operand), ERROR_SUMS))])
         return torch.cat([heads, bins], 1).view(-1, len(Operand), OPERAND_SUMS)
 
     def amax(self) -> Tensor:
         """Return the largest magnitude of X, W and G, FP32 [3]; Inf if one is not finite."""
-        found = []
-        for operand in Operand:
-            amaxes = [amax.flatten() for (of, _), amax in self._amaxes.items() if of is operand]
-            found.append(torch.cat([amaxes[0].new_zeros(1), *amaxes]).max())
-        return torch.stack(found).nan_to_num_(nan=math.inf, posinf=math.inf)
+        # The amaxes of any tiles will do.
+        amaxes = {operand: amax for (operand, _), amax in self._amaxes.items()}
+        found = torch.stack([amax_of(amaxes[operand]) for operand in Operand])
+        return found.nan_to_num_(nan=math.inf, posinf=math.inf)
 
 
 def _histogram_part(x: Tensor, operand: Operand) -> Tensor:
