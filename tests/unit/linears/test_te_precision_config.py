@@ -200,6 +200,8 @@ def one(**fields: Any) -> dict[str, Any]:
         (a_file(glob("*", "mx"), mx={5: 1}), r"training_recipe\.5: Keys should be strings"),
         (a_file(glob("*", "mx"), mx={"more": 2}), "unknown key 'training_recipe.more'"),
         (a_file(glob("*", "mx"), mx={"fp8_quantization_recipe": "delayed"}), "no format"),
+        # Each is tried at each linear: thousands of both would take seconds.
+        (a_file(*(glob(f"*.{i}", "mx") for i in range(1001)), mx=MX), "1001 matchers .* at most"),
     ],
 )
 def test_malformed_files_are_refused(config: dict[str, Any], why: str) -> None:
