@@ -130,7 +130,7 @@ READ = {
         *["e4m3", "mxfp8", None, "nvfp4"],
         *[["--fp8-param-gather with --reuse-grad-buf-for-mxfp8-param-ag"], []],
     ],
-    "bf16_with_nvfp4_mixed": [None, "tensorwise", "e2m1", "nvfp4", [], []],
+    "bf16_with_nvfp4_mixed": [None, "tensorwise", "e2m1", "nvfp4", [STORED], []],
 }
 """A name in Bridge -> Megatron-LM's fp8, fp8_recipe, fp4 and fp4_recipe, SNIP's rows and pins."""
 
