@@ -12,10 +12,11 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_local_spec,
     get_gpt_layer_with_transformer_engine_spec,
+    get_gpt_mtp_block_spec,
 )
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 from megatron_snip.linears.model import PlannedModel
 from megatron_snip.options import Option
@@ -33,6 +34,16 @@ EXPERTS: dict[str, Any] = {
     "moe_token_dispatcher_type": "alltoall",
     "moe_router_load_balancing_type": "none",
     "moe_ffn_hidden_size": 96,
+}
+
+LATENT: dict[str, Any] = {
+    "multi_latent_attention": True,
+    "q_lora_rank": 64,
+    "kv_lora_rank": 64,
+    "qk_head_dim": 32,
+    "qk_pos_emb_head_dim": 32,
+    "v_head_dim": 32,
+    "rope_type": "rope",
 }
 
 
@@ -75,10 +86,13 @@ def build(te: bool = True, grouped: bool = False, **changes: Any) -> GPTModel:
         "hidden_dropout": 0.0,
         "attention_dropout": 0.0,
     }
-    config = TransformerConfig(**{**values, **changes})
+    is_latent = "multi_latent_attention" in changes
+    config = (MLATransformerConfig if is_latent else TransformerConfig)(**{**values, **changes})
     spec_of = get_gpt_layer_with_transformer_engine_spec if te else get_gpt_layer_local_spec
     extra = {} if te else {"normalization": config.normalization}
+    extra |= {"multi_latent_attention": True} if is_latent else {}
     spec = spec_of(num_experts=config.num_moe_experts, moe_grouped_gemm=grouped, **extra)
+    mtp = get_gpt_mtp_block_spec(config, spec, te) if config.mtp_num_layers else None
     model = GPTModel(
         config,
         spec,
@@ -86,6 +100,7 @@ def build(te: bool = True, grouped: bool = False, **changes: Any) -> GPTModel:
         max_sequence_length=SEQUENCE,
         position_embedding_type="rope",
         share_embeddings_and_output_weights=False,
+        mtp_block_spec=mtp,
     )
     return model.to(DEVICE, config.params_dtype)
 
