@@ -47,7 +47,7 @@ elif os.environ.get("SNIP_TE_ON_CPU") == "1":
 
     from tests import te_on_cpu
 
-    te_on_cpu.install()
+    te_on_cpu.install(release=os.environ.get("SNIP_TE_RELEASE", te_on_cpu.RELEASES[0]))
 
     @pytest.fixture(scope="session", autouse=True)
     def megatron() -> Iterator[None]:

@@ -9,6 +9,7 @@ import transformer_engine_torch as tex
 from megatron.core.extensions import transformer_engine as extension
 from transformer_engine.common.recipe import Format, MXFP8BlockScaling
 from transformer_engine.pytorch.module import base as te_base
+from transformer_engine.pytorch.module import grouped_linear as te_grouped
 from transformer_engine.pytorch.module import linear as te_linear
 from transformer_engine.pytorch.quantization import FP8GlobalStateManager, fp8_autocast
 
@@ -205,12 +206,21 @@ def test_uninstalling_restores_every_module() -> None:
     assert "set_is_first_microbatch" not in model.__dict__
 
 
-def test_grouped_experts_refuse_options_that_differ_by_gemm() -> None:
+@pytest.mark.parametrize("option", ["nvfp4-mxfp8-bf16", "mxfp8-nvfp4-nvfp4", "bf16-bf16-mxfp8"])
+def test_grouped_experts_run_options_that_differ_by_gemm(option: str) -> None:
+    choice = lambda name: option if ".experts." in name else "bf16"  # noqa: E731
+    model, under = under_plan(choice, grouped=True, fp4="e2m1", **EXPERTS)
+    assert runs(model, under, choice)
+    assert not any(linear.refusal(Option.parse(option)) for linear in under.linears)
+
+
+def test_grouped_experts_of_older_releases_refuse_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(te_grouped, "HybridQuantizer")
     _, under = under_plan(grouped=True, fp4="e2m1", **EXPERTS)
     for linear in (p for p in under.linears if len(p.placements) > 1):
         assert linear.refusal(Option.uniform("nvfp4")) is None
         refusal = linear.refusal(Option.parse("nvfp4-mxfp8-bf16"))
-        assert "one format for all three GEMMs" in str(refusal)
+        assert "2.20.2 takes one format for all three GEMMs of grouped experts" in str(refusal)
 
 
 def gathering(with_norm: bool) -> RecipeTELinear:

@@ -36,11 +36,15 @@ def on(capability: tuple[int, int]) -> Iterator[None]:
 
 def forget() -> None:
     """Make Transformer Engine ask again what the GPU can do."""
-    for name, module in list(sys.modules.items()):
-        if not name.startswith("transformer_engine.pytorch"):
+    for module_name, module in list(sys.modules.items()):
+        if not module_name.startswith("transformer_engine.pytorch"):
             continue
         for key, value in list(vars(module).items()):
             if key.endswith("_SUPPORT"):
                 setattr(module, key, None)
-            elif key.endswith(("_gemm_supported", "_compute_capability")):
+            elif key.endswith(("_gemm_supported", "_compute_capability", "_support")):
                 getattr(value, "cache_clear", lambda: None)()
+            elif key == "FP8GlobalStateManager":  # before 2.20
+                for name in [n for n in vars(value) if n.endswith("_available")]:
+                    if vars(value)[name] in (True, False):
+                        setattr(value, name, None)

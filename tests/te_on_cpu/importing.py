@@ -17,8 +17,8 @@ import torch
 from megatron_snip.patches import cpu
 from tests.te_on_cpu.context_parallel import replace_attention
 
-RELEASES = ("2.20.2",)
-"""Releases that `make install` unpacks, the newest first."""
+RELEASES = ("2.20.2", "2.14.0", "2.8.0")
+"""Releases that `make install` unpacks: the newest, one between, and the oldest that can run."""
 
 EXTENSION = "transformer_engine_torch"
 
@@ -45,6 +45,8 @@ def install(capability: tuple[int, int] = (10, 0), release: str = RELEASES[0]) -
         sys.meta_path.insert(0, _Changed(name, change))
     from tests.te_on_cpu import extension
 
+    if release != RELEASES[0]:
+        _be_earlier(extension)
     sys.modules[EXTENSION] = extension
     cpu.install(claim_cuda=True, capability=capability)
     torch.version.cuda = torch.version.cuda or "13.0"  # blockwise FP8 needs 12.9
@@ -53,6 +55,13 @@ def install(capability: tuple[int, int] = (10, 0), release: str = RELEASES[0]) -
     from tests.te_on_cpu import probe
 
     probe.install()
+
+
+def _be_earlier(extension: ModuleType) -> None:
+    """Answer as the extension did in 2.14 and 2.8."""
+    newest = extension.get_fused_attn_backend
+    vars(extension)["NVTE_Fused_Attn_Backend"] = extension.EARLIER_FUSED_ATTN_BACKEND
+    vars(extension)["get_fused_attn_backend"] = lambda *args: newest(*args)[0]  # without a reason
 
 
 def _is_cuda(_: torch.Tensor) -> bool:

@@ -9,6 +9,7 @@ import transformer_engine.pytorch as te
 import transformer_engine_torch as tex
 from transformer_engine.common import recipe
 
+from megatron_snip.linears.te import quantizers
 from tests.te_on_cpu import capability, probe
 
 HYBRID = {"fp8_format": recipe.Format.HYBRID}
@@ -19,6 +20,10 @@ RECIPES = {
     "blockwise": recipe.Float8BlockScaling(),
     "mxfp8": recipe.MXFP8BlockScaling(),
     "nvfp4": recipe.NVFP4BlockScaling(),
+}
+GROUPED = {
+    **RECIPES,
+    "per GEMM": recipe.CustomRecipe(qfactory=quantizers.nvfp4_mxfp8_bf16),
 }
 
 
@@ -73,14 +78,14 @@ def test_gemms_multiply_what_was_quantized(gpu: ExitStack, name: str, hopper: bo
         torch.testing.assert_close(results[key], product.bfloat16(), rtol=2**-7, atol=1e-3)
 
 
-@pytest.mark.parametrize("name", ["tensorwise", "blockwise", "mxfp8", "nvfp4"])
+@pytest.mark.parametrize("name", ["tensorwise", "blockwise", "mxfp8", "nvfp4", "per GEMM"])
 def test_grouped_experts_are_linears(name: str) -> None:
     """Bit by bit, an expert without tokens included."""
     torch.manual_seed(0)
     sizes = [64, 0, 32]
     grouped = te.GroupedLinear(3, 128, 64, bias=False, params_dtype=torch.bfloat16)
     x = torch.randn(96, 128).bfloat16()
-    found, y, grad = step(grouped, x, RECIPES[name], m_splits=sizes)
+    found, y, grad = step(grouped, x, GROUPED[name], m_splits=sizes)
     pieces = zip(
         x.split(sizes), y.split(sizes), grad.split(sizes), found.grad.split(sizes), strict=True
     )
@@ -93,7 +98,7 @@ def test_grouped_experts_are_linears(name: str) -> None:
         with torch.no_grad():
             linear.weight.copy_(weight)
         own = piece.clone().requires_grad_()
-        with te.fp8_autocast(enabled=True, fp8_recipe=RECIPES[name]):
+        with te.fp8_autocast(enabled=True, fp8_recipe=GROUPED[name]):
             alone = linear(own)
         alone.backward(gradient)
         if name != "nvfp4":  # which rounds gradients stochastically

@@ -158,8 +158,11 @@ class RecipeTELinear:
             if reason is not None:
                 return reason
         if is_grouped(self.module) and not recipe.is_uniform:
-            return "grouped experts take one format for all three GEMMs"
-        if "nvfp4" in recipe and self.weights[0].dtype != torch.bfloat16:
+            reason = self._machine.te_unavailable.get("custom experts")
+            if reason is not None:
+                return f"{option}: Transformer Engine {self._machine.te_version} {reason}"
+        has_fp4 = any(RECIPES[name].run.kind == "fp4" for name in recipe)
+        if has_fp4 and self.weights[0].dtype != torch.bfloat16:
             # Its random Hadamard transform is a kernel for BF16 (`NVFP4Quantizer::quantize_impl`).
             dtype = str(self.weights[0].dtype).removeprefix("torch.")
             return f"{option}: Transformer Engine's NVFP4 needs BF16 and got {dtype}; add --bf16"

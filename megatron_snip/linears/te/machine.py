@@ -49,7 +49,8 @@ class Machine:
         capability: (major, minor) of the GPU, or None without one.
         te_version: of Transformer Engine, or None where it cannot be imported.
         te_unavailable: recipes that Transformer Engine cannot run here -> its reason; `custom` is
-            the one that gives every GEMM its own quantizers.
+            the one that gives every GEMM its own quantizers, `custom experts` the same in grouped
+            linears.
         run: the low precision that the run has by default.
         backward_override: what Transformer Engine runs dgrad and wgrad of every quantized linear
             in: `high_precision` (BF16), `dequantized` (BF16, of W and X as fprop rounded them), or
@@ -124,6 +125,9 @@ def _unavailable_recipes(manager: Any) -> dict[str, str]:
             getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError):
         found["custom"] = "has no quantizers per GEMM (CustomRecipe with HybridQuantizer)"
+    grouped = importlib.import_module("transformer_engine.pytorch.module.grouped_linear")
+    if not hasattr(grouped, "HybridQuantizer"):  # before 2.19
+        found["custom experts"] = "takes one format for all three GEMMs of grouped experts"
     return found
 
 

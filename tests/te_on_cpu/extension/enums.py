@@ -71,14 +71,12 @@ NVTE_QKV_Layout = _enum(
     "NVTE_Paged_KV_THD_BSHD_BSHD NVTE_Paged_KV_THD_SBHD_SBHD NVTE_BHSD_BHSD_BHSD "
     "NVTE_QKV_Layout_NOT_SET",
 )
-NVTE_Fused_Attn_Backend = IntEnum(
-    "NVTE_Fused_Attn_Backend",
-    {
-        "NVTE_No_Backend": -1,
-        "NVTE_F16_arbitrary_seqlen": 1,
-        "NVTE_FP8": 2,
-    },
+_ATTENTION_BACKENDS = {"NVTE_No_Backend": -1, "NVTE_F16_arbitrary_seqlen": 1, "NVTE_FP8": 2}
+NVTE_Fused_Attn_Backend = IntEnum("NVTE_Fused_Attn_Backend", _ATTENTION_BACKENDS)
+EARLIER_FUSED_ATTN_BACKEND = IntEnum(
+    "NVTE_Fused_Attn_Backend", {**_ATTENTION_BACKENDS, "NVTE_F16_max512_seqlen": 0}
 )
+"""What 2.14 and 2.8 have; 2.20 compares the members with its own."""
 NVTEScalingMode = _enum(
     "NVTEScalingMode",
     "NVTE_DELAYED_TENSOR_SCALING NVTE_MXFP8_1D_SCALING NVTE_BLOCK_SCALING_1D "

@@ -3,6 +3,8 @@
 A quantizer is Transformer Engine's Python object; so is the quantized tensor that it describes.
 """
 
+import importlib
+import importlib.util
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -31,6 +33,8 @@ _FILL = {
 }
 _MULTIPLES = {"MXFP8Quantizer": ("MXFP8", 32), "NVFP4Quantizer": ("NVFP4", 16)}
 _SIDES = ("rowwise", "columnwise")
+_STORAGE = "transformer_engine.pytorch.tensor.storage"
+"""Not there before 2.9."""
 _HAS_ONE_SCALE = ("Float8CurrentScalingQuantizer", "Float8Quantizer")
 
 
@@ -51,6 +55,8 @@ def create_empty_quantized_tensor(
 ) -> Any:
     """cast.cpp:138; create_tensor in quantizer.cpp:344, 670, 1061, 1502, 1968."""
     shape = tuple(shape)
+    if not _allocates(quantizer) and _kind(quantizer) not in _HAS_ONE_SCALE:
+        return _made_empty(quantizer, shape, dtype)
     buffers = _new_buffers(quantizer, shape)
     if _kind(quantizer) in _HAS_ONE_SCALE:
         return _tensor_of_one_scale(quantizer, buffers, shape, dtype)
@@ -71,6 +77,12 @@ def _new_buffers(quantizer: Any, shape: tuple[int, ...]) -> dict[str, Tensor]:
             num_rows % multiple == 0 and num_columns % multiple == 0,
             f"{name} requires tensor dims that are divisible by {multiple} (got shape={shape})",
         )
+    if not _allocates(quantizer):
+        made = _made_empty(quantizer, shape, torch.bfloat16)
+        names = [f"_{side}_{name}" for side in _SIDES for name in ("data", "scale_inv")]
+        names += [f"_amax_{side}" for side in _SIDES if hasattr(made, f"_amax_{side}")]
+        found = {name: getattr(made, name) for name in names}
+        return {name: buffer for name, buffer in found.items() if buffer is not None}
     buffers: dict[str, Tensor] = quantizer.alloc_tensors(shape, device=torch.device("cpu"))
     if kind == "NVFP4Quantizer" and quantizer.columnwise_usage:
         # Two dimensions: with a batch of 1, half of the last dimension would be 0.
@@ -79,6 +91,23 @@ def _new_buffers(quantizer: Any, shape: tuple[int, ...]) -> dict[str, Tensor]:
         is_row_scaled = getattr(quantizer, "row_scaled_nvfp4", False)
         buffers["_amax_columnwise"] = torch.empty(num_columns if is_row_scaled else 1)
     return buffers
+
+
+def _allocates(quantizer: Any) -> bool:
+    """Whether the release has what the C++ of 2.20 calls; in older ones C++ made all buffers."""
+    return hasattr(quantizer, "alloc_tensors")
+
+
+def _made_empty(quantizer: Any, shape: tuple[int, ...], dtype: torch.dtype) -> Any:
+    """In a release before 2.20: a tensor with autograd also where C++ makes its base class."""
+    made = quantizer.make_empty(shape, dtype=dtype, device=torch.device("cpu"))
+    for side, is_used in zip(
+        _SIDES, (quantizer.rowwise_usage, quantizer.columnwise_usage), strict=True
+    ):
+        if not is_used:  # the oldest always allocate rows
+            setattr(made, f"_{side}_data", None)
+            setattr(made, f"_{side}_scale_inv", None)
+    return made
 
 
 def _buffers_of_one_scale(quantizer: Any, shape: tuple[int, ...]) -> dict[str, Tensor]:
@@ -96,7 +125,6 @@ def _tensor_of_one_scale(
     quantizer: Any, buffers: dict[str, Tensor], shape: tuple[int, ...], dtype: torch.dtype
 ) -> Any:
     from transformer_engine.pytorch.tensor.float8_tensor import Float8Tensor
-    from transformer_engine.pytorch.tensor.storage.float8_tensor_storage import Float8TensorStorage
 
     values = {
         "data": buffers.get("_data"),
@@ -105,8 +133,9 @@ def _tensor_of_one_scale(
         "fp8_dtype": quantizer.dtype,
         "quantizer": quantizer,
     }
-    if quantizer.internal:
-        return Float8TensorStorage(**values, fake_dtype=dtype)
+    if quantizer.internal and importlib.util.find_spec(_STORAGE):
+        storage = importlib.import_module(f"{_STORAGE}.float8_tensor_storage")
+        return storage.Float8TensorStorage(**values, fake_dtype=dtype)
     return Float8Tensor(shape=shape, dtype=dtype, **values)
 
 
