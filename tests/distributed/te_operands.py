@@ -16,18 +16,23 @@ import tests.te_on_cpu.installed  # noqa: F401 - before anything that imports Me
 
 # isort: split
 import contextlib
+import itertools
 from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
 import torch
+import transformer_engine.pytorch as te
 from megatron.core import parallel_state
+from transformer_engine.common.recipe import CustomRecipe
 from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
 from megatron_snip.formats import Format
 from megatron_snip.linears.discovery import current_topology
 from megatron_snip.linears.model import PlannedModel
-from megatron_snip.linears.te.recipe import RECIPES
+from megatron_snip.linears.te import quantizers
+from megatron_snip.linears.te.modules import gather_refusal, multiplied_input
+from megatron_snip.linears.te.recipe import RECIPES, TERecipe
 from megatron_snip.quantizers.quantize import quantize_dequantize_operand
 from megatron_snip.statistics import observer
 from megatron_snip.statistics.measure import Operands
@@ -56,6 +61,50 @@ def mismatches(layout: dict[str, Any]) -> dict[str, list[str]]:
             for name in RECIPES
             if name != "bf16"
         }
+
+
+def wrong_refusals() -> list[str]:
+    """Return each option, and kind of linear, whose gathered input is not as SNIP says.
+
+    Two ranks gather the input of a column-parallel linear in every combination of formats.
+    """
+    parallel_state.initialize_model_parallel(tensor_model_parallel_size=2)
+    group = parallel_state.get_tensor_model_parallel_group()
+    common = {"bias": False, "params_dtype": torch.bfloat16, "parallel_mode": "column"}
+    common |= {"sequence_parallel": True, "tp_group": group, "tp_size": 2}
+    found = []
+    for recipes in itertools.product(("bf16", "mxfp8", "tensorwise", "nvfp4"), repeat=3):
+        recipe = TERecipe(*recipes)
+        if recipe.is_uniform:
+            continue
+        for module in (te.Linear(128, 128, **common), te.LayerNormLinear(128, 128, **common)):
+            outcome = _gathered(module, recipe)
+            said = gather_refusal(module, recipe.option, recipe) or ""
+            words = {"fails": "cannot gather", "loses bits": "cannot have more bits", "": ""}
+            if words[outcome] not in said or bool(said) != bool(outcome):
+                found.append(f"{type(module).__name__} {recipe}: {outcome!r}, said {said!r}")
+    return found
+
+
+def _gathered(module: Any, recipe: TERecipe) -> str:
+    """Run a step; return what happens to the input of wgrad."""
+    generator = torch.Generator().manual_seed(3)
+    x = torch.randn(64, 128, generator=generator).bfloat16()
+    rank = torch.distributed.get_rank()
+    own = x[32 * rank : 32 * (rank + 1)].clone().requires_grad_()
+    custom = CustomRecipe(qfactory=getattr(quantizers, "_".join(recipe)))
+    try:
+        with probe.gemms() as gemms, te.fp8_autocast(enabled=True, fp8_recipe=custom):
+            module(own).square().sum().backward()
+    except NotImplementedError:
+        return "fails"
+    fmt = RECIPES[recipe.wgrad].quantization
+    if fmt.bits <= RECIPES[recipe.fprop].quantization.bits:
+        return ""
+    (wgrad,) = (gemm for gemm in gemms if gemm.name == "wgrad")
+    whole = multiplied_input(module, x).float()
+    wanted = quantize_dequantize_operand(whole, fmt, Operand.INPUT, Gemm.WGRAD)
+    return "" if torch.equal(wgrad.first, wanted) else "loses bits"
 
 
 def _mismatches(name: str, layout: dict[str, Any]) -> list[str]:

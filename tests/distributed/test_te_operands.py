@@ -21,3 +21,8 @@ def test_measured_operands_are_those_of_the_gemms(layout: dict[str, Any]) -> Non
         assert len(rank) == 9
         different = [f"{name}: {text}" for name, found in rank.items() for text in found]
         assert not different, "\n".join(different[:20])
+
+
+def test_options_that_a_gathered_input_excludes_are_refused_and_no_others() -> None:
+    for wrong in run_ranks(2, "tests.distributed.te_operands:wrong_refusals", {}):
+        assert not wrong, "\n".join(wrong)

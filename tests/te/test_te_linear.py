@@ -256,6 +256,8 @@ GATHERED = {  # option -> what refuses it with a fused norm, and without one
     "nvfp4-nvfp4-mxfp8": (LOSES_BITS, ""),
     "mxfp8-mxfp8-bf16": (LOSES_BITS, ""),
     "mxfp8-nvfp4-bf16": (LOSES_BITS, LOSES_BITS),
+    "fp8_tensorwise-mxfp8-bf16": (LOSES_BITS, LOSES_BITS),
+    "fp8_tensorwise-mxfp8-nvfp4": ("", ""),
     "mxfp8-mxfp8-nvfp4": ("", FAILS),
     "bf16-mxfp8-nvfp4": ("", FAILS),
     "mxfp8-bf16-nvfp4": ("", FAILS),

@@ -150,8 +150,9 @@ def gather_refusal(module: Any, option: Option, recipe: TERecipe) -> str | None:
     Else it dequantizes one of the two, gathers that, and quantizes the result for wgrad (2.20):
 
         LayerNormLinear    fprop's
-        Linear             fprop's if dgrad is NVFP4 and fprop is not (it asks the weight's
-                           quantizer `supports_only_rowwise_all_gather`); else wgrad's
+        Linear             fprop's if the weight's quantizer `supports_only_rowwise_all_gather`:
+                           fprop has a scale per tensor, or dgrad is NVFP4 and fprop is not;
+                           else wgrad's
 
     What fprop has rounded off is lost for wgrad. What is NVFP4 for wgrad cannot be dequantized:
     the first backward raises NotImplementedError.
@@ -164,19 +165,30 @@ def gather_refusal(module: Any, option: Option, recipe: TERecipe) -> str | None:
     if not gathers_input(module) or recipe.fprop == recipe.wgrad:
         return None
     has_norm = getattr(module, "layer_norm_weight", None) is not None
-    if has_norm or (recipe.dgrad == "nvfp4" and recipe.fprop != "nvfp4"):
+    if has_norm or _weight_keeps_rows(recipe):
         if get_format(option.fprop).bits >= get_format(option.wgrad).bits:
             return None
         return (
             f"{option}: under sequence parallelism Transformer Engine gathers the input as fprop "
             "quantized it, so wgrad cannot have more bits than fprop"
         )
-    if recipe.wgrad != "nvfp4":
+    if not _is_fp4(recipe.wgrad):
         return None
     return (
         f"{option}: under sequence parallelism Transformer Engine cannot gather an input that is "
         "NVFP4 in wgrad alone; NVFP4 in fprop or dgrad as well, or another format in wgrad"
     )
+
+
+def _weight_keeps_rows(recipe: TERecipe) -> bool:
+    """Return whether the weight's quantizer `supports_only_rowwise_all_gather`."""
+    if RECIPES[recipe.fprop].quantization.has_tensor_scale:
+        return True
+    return _is_fp4(recipe.dgrad) and not _is_fp4(recipe.fprop)
+
+
+def _is_fp4(recipe: str) -> bool:
+    return RECIPES[recipe].run.kind == "fp4"
 
 
 def shape_refusal(
