@@ -1,6 +1,7 @@
 """What `megatron-snip doctor` prints of a machine whose packages can be imported."""
 
 import os
+from dataclasses import replace
 from importlib.util import find_spec
 
 import torch
@@ -10,6 +11,7 @@ from megatron_snip.cli.common import new_table
 from megatron_snip.formats import FORMATS
 from megatron_snip.kernels import launch
 from megatron_snip.linears.te.machine import Machine, te_support, this_machine
+from megatron_snip.linears.te.recipe import RECIPES
 from megatron_snip.patches.install import CORE_PATCHES, LOOPS
 
 
@@ -18,6 +20,8 @@ def show(out: Console) -> None:
     machine = this_machine(with_te=True)
     _print_devices(out)
     _print_formats(out, machine)
+    if machine.capability is not None and machine.te_version is not None:
+        _print_runs(out, machine)
     _print_functions(out)
     out.print(f"Recommended on this machine:\n  {recommended_command(machine)}", soft_wrap=True)
 
@@ -60,6 +64,16 @@ def _print_formats(out: Console, machine: Machine) -> None:
     why = launch.obstacle(device, (1, 128))
     what = f"PyTorch operations quantize ({why})" if why else "Triton kernels quantize"
     out.print(f"With --snip-backend simulate, {what}")
+
+
+def _print_runs(out: Console, machine: Machine) -> None:
+    out.print("The table is that of a BF16 run. In a run with flags of its own:")
+    table = new_table(("the run's flags", "format", "under te"))
+    for recipe in RECIPES.values():
+        if recipe.run.kind:
+            text = te_support(recipe.run.kind, replace(machine, run=recipe.run))[1]
+            table.add_row(recipe.run.flags, recipe.run.kind, text)
+    out.print(table)
 
 
 def _print_functions(out: Console) -> None:

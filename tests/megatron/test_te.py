@@ -28,6 +28,25 @@ def test_a_run_measures_plans_and_trains_on(te_lab: Lab, layout: str) -> None:
     assert len(recipes) == 16
 
 
+@pytest.mark.parametrize(
+    ("name", "target", "recipe"),
+    [
+        ("fp8-forward-fp4-backward", "0.5", "custom(mxfp8, nvfp4, nvfp4)"),
+        ("fp4-forward-mxfp8-backward", "0.25", "custom(nvfp4, mxfp8, mxfp8)"),
+    ],
+)
+def test_a_mixed_option_trains_by_its_name(
+    te_lab: Lab, name: str, target: str, recipe: str
+) -> None:
+    """With the default target, which is a share of what the option can lower."""
+    end = SNIP.index("--snip-efficiency-target")
+    run = te_lab.run("te", [*SNIP[:end], *SNIP[end + 2 :], "--snip-formats", f"fp8,{name}"])
+    run.finished()
+    assert applied_plans(run) == [5, 9], run.report
+    assert f"the efficiency target is {target}, 0.75 of the " in run.logs[0]
+    assert set(options(run.output, 5).values()) == {"mxfp8", recipe}
+
+
 def test_what_is_measured_only_changes_no_bit(te_lab: Lab) -> None:
     plain = te_lab.run("te tp2", plain=True)
     measured = te_lab.run("te tp2", [*SNIP, "--snip-collect-only"])

@@ -10,6 +10,7 @@ from megatron_snip.cli import doctor, machine
 from megatron_snip.cli.machine import recommended_command
 from megatron_snip.formats import FORMATS
 from megatron_snip.linears.te.machine import Machine
+from megatron_snip.linears.te.recipe import RECIPES
 from tests.processes import ROOT, run_python
 
 TE = {"te_version": "2.20.2"}
@@ -31,6 +32,9 @@ def test_versions_devices_formats_and_the_command_are_printed(
         assert word in text
     assert text.count(hostile) >= 2
     assert "functions that SNIP wraps" in text
+    for recipe in RECIPES.values():  # what fp8 and fp4 are in a run with each recipe
+        assert all(word in text for word in recipe.run.flags.split())
+    assert "the run's own delayed_hybrid recipe" in " ".join(text.replace("|", " ").split())
     assert text.endswith(f"  {recommended_command(found)}\n")
     assert max(len(line) for line in text.splitlines()[:-1]) <= 100
 
