@@ -62,6 +62,8 @@ LATENT = ["--multi-latent-attention", "--q-lora-rank", "64", "--kv-lora-rank", "
 LATENT += ["--v-head-dim", "32", "--qk-head-dim", "32", "--qk-pos-emb-head-dim", "32"]
 WITH_TE = {
     "te": (1, TE),
+    "te fsdp2": (2, [*FSDP2, *TE]),
+    "te megatron-fsdp": (2, [*MEGATRON_FSDP, *TE]),
     "te tp2": (2, [*LAYOUTS["tp2"][1], *TE, "--sequence-parallel"]),
     "cp2": (2, [*TE, "--context-parallel-size", "2"]),
     "hybrid": (2, [*LAYOUTS["tp2"][1], *TE, *MAMBA, "--hybrid-layer-pattern", "M*-M"]),

@@ -63,6 +63,20 @@ def test_plans_run_on_gathered_weights(lab: Lab, layout: str) -> None:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
+def test_transformer_engine_runs_plans_on_gathered_weights(te_lab: Lab, layout: str) -> None:
+    layout = f"te {layout}"
+    plain = te_lab.run(layout)
+    collected = te_lab.run(layout, COLLECT_ONLY)
+    assert weights(collected) == weights(plain)
+    assert logged(collected) == logged(plain)
+    run = te_lab.run(layout, [*SNIP, "--snip-formats", "bf16,fp8"])
+    run.finished()
+    assert applied_plans(run) == [5, 9], run.report
+    assert logged(run)[4] == logged(plain)[4]
+    assert logged(run)[5] != logged(plain)[5]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_plan_that_breaks_an_iteration_is_reverted_without_a_trace(lab: Lab, layout: str) -> None:
     run = lab.run(layout, SNIP, {"TINY_BREAK": "1"})
     assert weights(run) == weights(lab.run(layout))

@@ -307,3 +307,23 @@ def test_a_job_starts_as_it_does_without_snip(recipe: str, collect_only: bool) -
     found = losses_of(run, model, iteration=1)
     assert equal(found, truth)
     run.close()
+
+
+def test_where_the_weight_of_fprop_is_freed_that_of_dgrad_is_read() -> None:
+    """As in a backward under Megatron-FSDP, which gathers only that one."""
+    weight = next(p for _, p in job("mxfp8").named_parameters() if is_quantized(p))
+    complete = high_precision(weight)
+    rows = weight._rowwise_data
+    num_bytes = rows.untyped_storage().size()
+    saved = rows.clone()
+    rows.untyped_storage().resize_(0)
+    try:
+        found = high_precision(weight)
+    finally:
+        rows.untyped_storage().resize_(num_bytes)
+        rows.copy_(saved)
+    assert weight._rowwise_data is rows
+    # Both were rounded from one weight, in tiles of other elements.
+    assert not found.equal(complete)
+    assert (found - complete).norm() < 0.1 * complete.norm()
+    assert high_precision(weight).equal(complete)

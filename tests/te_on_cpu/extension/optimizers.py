@@ -5,8 +5,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from tests.te_on_cpu.extension.numbers import scale_from_amax
-
 Lists = Sequence[Sequence[Tensor]]
 
 
@@ -48,23 +46,6 @@ def multi_tensor_scale_tensor(
 ) -> None:
     """multi_tensor/scale.cpp:21."""
     multi_tensor_scale(chunk_size, noop_flag, tensor_lists, float(scale))
-
-
-@torch.no_grad()
-def multi_tensor_compute_scale_and_scale_inv(
-    chunk_size: int,
-    noop_flag: Tensor,
-    tensor_lists: Lists,
-    max_fp8: float,
-    force_pow_2_scales: bool,
-    epsilon: float,
-) -> None:
-    """multi_tensor/compute_scale.cu:24: amaxes [1] to scales and their reciprocals."""
-    largest = torch.finfo(torch.float32).max
-    for amax, scale, scale_inv in zip(*tensor_lists, strict=True):
-        found = scale_from_amax(amax, max_fp8, epsilon, force_pow_2_scales, largest)
-        scale.copy_(found)
-        scale_inv.copy_(found.reciprocal())
 
 
 @torch.no_grad()
