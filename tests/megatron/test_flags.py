@@ -91,7 +91,9 @@ def test_a_checkpoint_of_another_version(lab: Lab) -> None:
     assert run.statuses == (2,), run.report
     lines = [x for x in run.logs[0].splitlines() if x.startswith("megatron-snip: error:")]
     assert len(lines) == 1 and "version 9; this megatron-snip reads version 2" in lines[0]
-    assert "(--finetune) with its last plan (--snip-plan-file)" in lines[0]
+    assert (
+        "with its last plan (--snip-plan-file), under Megatron from the weights (--fine" in lines[0]
+    )
 
 
 @pytest.mark.parametrize(
