@@ -32,25 +32,19 @@ from megatron_snip.statistics.health_table import (
     LinearHealth,
     OperandHealth,
 )
-from megatron_snip.statistics.optimizer_state import NORMS
 from megatron_snip.statistics.records import LinearStatistics, StatisticsTable
+from megatron_snip.statistics.rows import (
+    ERROR_SUMS,
+    NUM_BINS,
+    OPERAND_SUMS,
+    ExpertSums,
+    LinearSums,
+)
 from megatron_snip.types import Gemm, Operand
 
 LOWEST_LOG2 = -96
-"""Scales and magnitudes are counted by floor(log2(x)), from this on; smaller ones count as this."""
-
-NUM_BINS = 128
-"""Number of values of floor(log2(x)), so from -96 to 31; larger ones count as the last."""
-
-ERROR_SUMS = 3
-"""Error square, underflowed, saturated."""
-
-OPERAND_SUMS = ERROR_SUMS + NUM_BINS
-"""Numbers of one operand in one format: ERROR_SUMS, then the bins. After the last format the same
-numbers of the operand itself: zeros, then elements by magnitude."""
-
-EXPERT_COLUMNS = ("microbatches", "tokens", "input_square", "weight_square", "grad_square")
-"""Columns of an expert's row; the first three numbers of each format and operand follow them."""
+"""Scales and magnitudes are counted by floor(log2(x)) in NUM_BINS bins, from this on, so to 31;
+smaller ones count in the first bin, larger ones in the last."""
 
 HISTOGRAM_STRIDE = 8
 """A histogram counts every eighth feature of the sampled tokens, and of W every eighth row too."""
@@ -121,7 +115,7 @@ class HealthSums:
         self._scales.append((scale, self._amaxes[operand, block]))
 
     def sums(self, errors: Tensor, tensors: Iterable[Tensor]) -> Tensor:
-        """Return [1 + F, 3 operands, OPERAND_SUMS], FP32; the operands themselves come last.
+        """Return `LinearSums.health` [1 + F, 3 operands, OPERAND_SUMS], FP32.
 
         Args:
             errors: |Q(x) - x|^2, FP32 [3 F], in the order of `count`.
@@ -188,7 +182,7 @@ class _OperandScale(NamedTuple):
 
 
 def _linear_health(
-    s: LinearStatistics, sums: Tensor, amax: list[float], experts: Tensor, grad_scale: float
+    s: LinearStatistics, sums: LinearSums, amax: list[float], experts: ExpertSums, grad_scale: float
 ) -> LinearHealth:
     """Return the health of one linear; `make_health_table` explains the arguments."""
     num_weights = s.in_features * s.out_features
@@ -204,8 +198,8 @@ def _linear_health(
     histograms: dict[Operand, tuple[float, list[float]]] = {}
     largest: dict[Operand, float | None] = {}
     worst = _worst_experts(experts, s)
-    # [formats, then the operands before quantization][operands][OPERAND_SUMS]
-    *by_format, unquantized = sums[NORMS:].view(-1, len(Operand), OPERAND_SUMS).tolist()
+    # The operands before quantization come after the last format.
+    *by_format, unquantized = sums.health.tolist()
     for o, operand in enumerate(Operand):
         scale = scales[operand]
         shift = math.log2(scale.unit)
@@ -235,7 +229,7 @@ def _linear_health(
             Gemm.DGRAD: _db(s.input_grad_square, errors.input_grad_error_square),
             Gemm.WGRAD: _db(s.wgrad_square, errors.wgrad_error_square),
         }
-    grad, weight, update = sums[:NORMS].tolist()
+    grad, weight, update = sums.norms.tolist()
     return LinearHealth(
         name=s.name,
         stage=s.stage,
@@ -248,15 +242,16 @@ def _linear_health(
     )
 
 
-def _worst_experts(experts: Tensor, s: LinearStatistics) -> dict[HealthMeasure, tuple[Any, Any]]:
+def _worst_experts(
+    experts: ExpertSums, s: LinearStatistics
+) -> dict[HealthMeasure, tuple[Any, Any]]:
     """Return (worst expert, its value) by measure; both are lists [formats][operands]."""
-    if not len(experts):
+    if not len(experts.statistics):
         return {}
-    microbatches, tokens, *squares = experts[:, : len(EXPERT_COLUMNS)].unbind(1)
+    microbatches, tokens, *squares = experts.statistics.unbind(1)
     weights = microbatches * s.in_features * s.out_features
     sizes = torch.stack([tokens * s.in_features, weights, tokens * s.out_features], 1)[:, None]
-    sums = experts[:, len(EXPERT_COLUMNS) :].view(len(experts), -1, len(Operand), ERROR_SUMS)
-    error, zeros, _ = sums.unbind(-1)  # [experts, formats, operands]
+    error, zeros, _ = experts.errors.unbind(-1)  # [experts, formats, operands]
     sqnr = 10 * torch.log10(torch.stack(squares, 1)[:, None] / error)
     measured: dict[HealthMeasure, Tensor] = {"sqnr_db": sqnr, "underflow": zeros / sizes}
     found: dict[HealthMeasure, tuple[Any, Any]] = {}
@@ -269,26 +264,27 @@ def _worst_experts(experts: Tensor, s: LinearStatistics) -> dict[HealthMeasure, 
 
 def make_health_table(
     table: StatisticsTable,
-    sums: Tensor,
+    sums: LinearSums,
     amax: Tensor,
-    experts: Sequence[Tensor],
+    experts: Sequence[ExpertSums],
     grad_scale: float,
 ) -> HealthTable:
     """Return the health of the observed linears.
 
     Args:
         table: The statistics of the linears.
-        sums: The sums of each linear over all ranks: NORMS numbers, then OPERAND_SUMS of each
-            format and operand, then those of the operands before quantization.
+        sums: The sums of all linears over all ranks, one row for each.
         amax: The largest magnitudes of X, W and G of each linear over all ranks.
-        experts: The rows of each linear's experts (EXPERT_COLUMNS); no rows for other linears.
+        experts: The sums of each linear's experts, one row for each; no rows for other linears.
         grad_scale: Factor from G as the linear sees it to the gradient of the batch-mean loss.
     """
     linears = []
-    for row in zip(table.linears, sums, amax.tolist(), experts, strict=True):
-        statistics, own_sums, own_amax, own_experts = row
+    rows = map(LinearSums, *sums)
+    for statistics, row, largest, own_experts in zip(
+        table.linears, rows, amax.tolist(), experts, strict=True
+    ):
         if statistics.microbatches:
-            linears.append(_linear_health(statistics, own_sums, own_amax, own_experts, grad_scale))
+            linears.append(_linear_health(statistics, row, largest, own_experts, grad_scale))
     return HealthTable(table.iteration, tuple(linears))
 
 

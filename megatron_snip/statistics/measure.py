@@ -32,13 +32,15 @@ from megatron_snip.quantizers.quantize import (
 )
 from megatron_snip.quantizers.reference import tensor_scale
 from megatron_snip.quantizers.stochastic import StochasticStream
-from megatron_snip.statistics.health import OPERAND_SUMS, HealthSums, Tiles
+from megatron_snip.statistics.health import HealthSums, Tiles
 from megatron_snip.statistics.optimizer_state import Sensitivity
+from megatron_snip.statistics.rows import OPERAND_SUMS
 from megatron_snip.topology import LinearKind
 from megatron_snip.types import Gemm, Operand
 
 _HEALTH_ERRORS = ("input_error", "weight_error", "dgrad_error")
-"""Errors that health reports: of X, W and G as fprop and dgrad quantize them."""
+"""Errors that health reports: of X, W and G as fprop and dgrad quantize them. `partial_sums` adds
+up their squares under these names."""
 
 
 class TensorNumbers(NamedTuple):
@@ -56,7 +58,10 @@ class TensorNumbers(NamedTuple):
     delayed: Tensor | None = None
 
     def of(self, fmt: Format, operand: Operand, gemm: Gemm) -> Tensor:
-        """Return the number that `quantize_dequantize_operand` takes as `tensor_amax`."""
+        """Return the number that `quantize_dequantize_operand` takes as `tensor_amax`.
+
+        It is an amax, or under delayed scaling a scale.
+        """
         index = list(Operand).index(operand)
         if fmt.scale is ScaleType.DELAYED:
             if self.delayed is not None:
@@ -89,9 +94,11 @@ class Operands(NamedTuple):
 
     def of(self, operand: Operand, gemm: Gemm) -> Tensor:
         """Return what enters `gemm`."""
-        if gemm is Gemm.WGRAD:
-            return self.input_runs if operand is Operand.INPUT else self.grad_output_runs
-        return (self.input, self.weight, self.grad_output)[list(Operand).index(operand)]
+        if operand is Operand.WEIGHT:
+            return self.weight
+        if operand is Operand.INPUT:
+            return self.input_runs if gemm is Gemm.WGRAD else self.input
+        return self.grad_output_runs if gemm is Gemm.WGRAD else self.grad_output
 
     def as_fp32(self) -> Self:
         """Return it with all tensors in FP32."""
@@ -116,7 +123,7 @@ class PartialSums(NamedTuple):
             and each eX of a column-parallel one: sums over the shards' part of the contraction.
         tokens: [2 + 2 F, S] |G_t|^2, |Y_t|^2, |eY_t|^2 and <G_t, eY_t>; column-parallel only.
         scalars: squared norms, in the order of `_scalar_names`.
-        health: [1 + F, 3 operands, OPERAND_SUMS], see health.py; the operand itself comes last.
+        health: [1 + F, 3 operands, OPERAND_SUMS], see `LinearSums.health`.
         amax: [3] the largest magnitudes of this shard's X, W and G.
     """
 
@@ -128,9 +135,9 @@ class PartialSums(NamedTuple):
 
     def summed(self, group: ProcessGroup) -> Self:
         """All ranks of `group`: return the sums over the shards, in one exchange."""
-        added = {n: t for n, t in self._asdict().items() if t is not None and n != "amax"}
-        sums = sum_together(list(added.values()), group)
-        return self._replace(**dict(zip(added, sums, strict=True)))
+        own = {n: t for n, t in self._asdict().items() if t is not None and n != "amax"}
+        sums = sum_together(list(own.values()), group)
+        return self._replace(**dict(zip(own, sums, strict=True)))
 
     @classmethod
     def zeros(
@@ -139,18 +146,33 @@ class PartialSums(NamedTuple):
         """Return the zeros that a shard adds if it could not measure; `weight` is [N, K]."""
         rows, cols = weight.shape
         num = len(formats)
-        new = partial(weight.new_zeros, dtype=torch.float32)
+        zeros = partial(weight.new_zeros, dtype=torch.float32)
         return cls(
-            new((1 + num, num_tokens, rows if kind == "row" else cols)),
-            new((2 + 2 * num, num_tokens)) if kind == "column" else None,
-            new(len(_scalar_names(kind, formats))),
-            new((num + 1, len(Operand), OPERAND_SUMS)),
-            new(len(Operand)),
+            products=zeros((1 + num, num_tokens, rows if kind == "row" else cols)),
+            tokens=zeros((2 + 2 * num, num_tokens)) if kind == "column" else None,
+            scalars=zeros(len(_scalar_names(kind, formats))),
+            health=zeros((1 + num, len(Operand), OPERAND_SUMS)),
+            amax=zeros(len(Operand)),
         )
+
+
+class _FormatErrors(NamedTuple):
+    """What quantizing the operands to one format changes.
+
+    Attributes:
+        output: eY [S, N].
+        input_grad: eX [S, K].
+        norms: the norms of the rows of every other error, by the name of its square.
+    """
+
+    output: Tensor
+    input_grad: Tensor
+    norms: dict[str, Tensor]
 
 
 def partial_sums(
     operands: Operands,
+    *,
     kind: LinearKind,
     num_shards: int,
     formats: Mapping[str, Format],
@@ -174,59 +196,117 @@ def partial_sums(
         # Each product and norm would convert them again.
         operands = operands.as_fp32()
     x, w, g = operands.input, operands.weight, operands.grad_output
-    outputs, input_grads = [matmul_fp32(x, w.t())], [matmul_fp32(g, w)]
-    x_runs, g_runs = operands.input_runs, operands.grad_output_runs
-    wgrad = matmul_fp32(g_runs.t(), x_runs)
+    output = matmul_fp32(x, w.t())
+    input_grad = matmul_fp32(g, w)
+    wgrad = matmul_fp32(operands.grad_output_runs.t(), operands.input_runs)
     norms = {
         "input_square": _row_norms(x),
         "weight_square": _row_norms(w),
         "grad_square": _row_norms(g),
         "wgrad_square": _row_norms(wgrad),
     }
+    outputs = [output]
+    input_grads = [input_grad]
     health = HealthSums()
     for name, fmt in formats.items():
-        x_q = _counted(operands, fmt, Operand.INPUT, Gemm.FPROP, health)
-        w_q = _counted(operands, fmt, Operand.WEIGHT, Gemm.FPROP, health)
-        g_q = _counted(operands, fmt, Operand.GRAD_OUTPUT, Gemm.DGRAD, health, stream)
-        outputs.append(matmul_fp32(x_q, w_q.t()).sub_(outputs[0]))
-        w_t = w_q  # a square block serves both
-        if fmt.weight_block[0] != fmt.weight_block[1]:
-            w_t = _quantized(operands, fmt, Operand.WEIGHT, Gemm.DGRAD)
-        input_grads.append(matmul_fp32(g_q, w_t).sub_(input_grads[0]))
-        norms[f"{name}.input_error_square"] = _row_norms(x_q.sub_(x))
-        norms[f"{name}.weight_error_square"] = _row_norms(w_q.sub_(w))
-        norms[f"{name}.dgrad_error_square"] = _row_norms(g_q.sub_(g))
-        del x_q, w_q, w_t  # before wgrad's error takes as much FP32 as a weight
-        g_q = _quantized(operands, fmt, Operand.GRAD_OUTPUT, Gemm.WGRAD, runs_stream)
-        x_q = _quantized(operands, fmt, Operand.INPUT, Gemm.WGRAD)
-        error = matmul_fp32(g_q.t(), x_q).sub_(wgrad)
-        rotated_g = rotated(g_runs, fmt, Gemm.WGRAD)
-        norms[f"{name}.grad_error_square"] = _row_norms(g_q.sub_(rotated_g))
-        norms[f"{name}.wgrad_error_square"] = _row_norms(error)
-        if sensitivity is not None:
-            error.mul_(sensitivity.row[features, None]).mul_(sensitivity.col)
-        norms[f"{name}.local_square"] = _row_norms(error)
+        errors = _token_errors(operands, fmt, output, input_grad, stream, health)
+        outputs.append(errors.output)
+        input_grads.append(errors.input_grad)
+        of_wgrad = _wgrad_errors(operands, fmt, wgrad, runs_stream, sensitivity, features)
+        for error, row_norms in (errors.norms | of_wgrad).items():
+            norms[f"{name}.{error}"] = row_norms
     if kind == "row":
+        # Of a column-parallel linear dX is a sum over shards: its square comes later (`totals`).
         names = _squares_of("input_grad", formats)
         norms |= zip(names, map(_row_norms, input_grads), strict=True)
-    found = dict(zip(norms, _sums_of_squares(list(norms.values())), strict=True))
-    names = _scalar_names(kind, formats)
-    scalars = torch.stack([found[name] for name in names]).float()
-    errors = [found[f"{name}.{error}_square"] for name in formats for error in _HEALTH_ERRORS]
-    sums = health.sums(torch.stack(errors).float(), (x, w, g))
+    squares = dict(zip(norms, _sums_of_squares(list(norms.values())), strict=True))
+
+    scalar_names = _scalar_names(kind, formats)
+    scalars = torch.stack([squares[name] for name in scalar_names]).float()
+    health_errors = [
+        squares[f"{name}.{error}_square"] for name in formats for error in _HEALTH_ERRORS
+    ]
+    health_sums = health.sums(torch.stack(health_errors).float(), (x, w, g))
     if num_shards > 1:
         # A tensor that every shard holds in full counts once in the sum over shards.
         replicated = Operand.GRAD_OUTPUT if kind == "row" else Operand.INPUT
-        sums[:, list(Operand).index(replicated)] /= num_shards
+        health_sums[:, list(Operand).index(replicated)] /= num_shards
         prefix = "grad_" if kind == "row" else "input_"
-        for i, name in enumerate(names):
+        for i, name in enumerate(scalar_names):
             if name.rpartition(".")[2].startswith(prefix):
                 scalars[i] /= num_shards
-    rest = scalars, sums, health.amax()
-    products = torch.stack(outputs)
-    if kind == "row":
-        return PartialSums(products, None, *rest)
-    return PartialSums(torch.stack(input_grads), _token_sums(g, products), *rest)
+
+    all_outputs = torch.stack(outputs)
+    is_row = kind == "row"
+    return PartialSums(
+        products=all_outputs if is_row else torch.stack(input_grads),
+        tokens=None if is_row else _token_sums(g, all_outputs),
+        scalars=scalars,
+        health=health_sums,
+        amax=health.amax(),
+    )
+
+
+def _token_errors(
+    operands: Operands,
+    fmt: Format,
+    output: Tensor,
+    input_grad: Tensor,
+    stream: StochasticStream,
+    health: HealthSums,
+) -> _FormatErrors:
+    """Measure fprop and dgrad of single tokens.
+
+    Args:
+        operands: the shard's tensors.
+        fmt: what they are quantized to.
+        output: Y [S, N] without errors.
+        input_grad: dX [S, K] without errors.
+        stream: random numbers of G.
+        health: counts what becomes of each operand.
+    """
+    x_q = _counted(operands, fmt, Operand.INPUT, Gemm.FPROP, health)
+    w_q = _counted(operands, fmt, Operand.WEIGHT, Gemm.FPROP, health)
+    g_q = _counted(operands, fmt, Operand.GRAD_OUTPUT, Gemm.DGRAD, health, stream)
+    output_error = matmul_fp32(x_q, w_q.t()).sub_(output)
+    dgrad_w_q = w_q  # a square block serves both GEMMs
+    if fmt.weight_block[0] != fmt.weight_block[1]:
+        dgrad_w_q = _quantized(operands, fmt, Operand.WEIGHT, Gemm.DGRAD)
+    input_grad_error = matmul_fp32(g_q, dgrad_w_q).sub_(input_grad)
+    # In place: these were the last uses of what is quantized.
+    norms = {
+        "input_error_square": _row_norms(x_q.sub_(operands.input)),
+        "weight_error_square": _row_norms(w_q.sub_(operands.weight)),
+        "dgrad_error_square": _row_norms(g_q.sub_(operands.grad_output)),
+    }
+    return _FormatErrors(output_error, input_grad_error, norms)
+
+
+def _wgrad_errors(
+    operands: Operands,
+    fmt: Format,
+    wgrad: Tensor,
+    stream: StochasticStream,
+    sensitivity: Sensitivity | None,
+    features: slice,
+) -> dict[str, Tensor]:
+    """Measure wgrad of complete tiles; `wgrad` is dW without errors.
+
+    Returns:
+        The norms of the rows of each error, by the name of its square.
+    """
+    g_q = _quantized(operands, fmt, Operand.GRAD_OUTPUT, Gemm.WGRAD, stream)
+    x_q = _quantized(operands, fmt, Operand.INPUT, Gemm.WGRAD)
+    error = matmul_fp32(g_q.t(), x_q).sub_(wgrad)
+    rotated_g = rotated(operands.grad_output_runs, fmt, Gemm.WGRAD)
+    norms = {
+        "grad_error_square": _row_norms(g_q.sub_(rotated_g)),
+        "wgrad_error_square": _row_norms(error),
+    }
+    if sensitivity is not None:
+        error.mul_(sensitivity.row[features, None]).mul_(sensitivity.col)
+    norms["local_square"] = _row_norms(error)
+    return norms
 
 
 def totals(
@@ -249,12 +329,14 @@ def totals(
         tokens = _token_sums(grad_output, sums.products)
     else:
         tokens = sums.tokens
-        squares = _token_squares(sums.products).sum(1, dtype=torch.float64).float().double()
-        found |= zip(_squares_of("input_grad", formats), squares, strict=True)
+        by_token = _token_squares(sums.products)
+        # As `partial_sums` returns the squares of a row-parallel linear: FP64, then FP32.
+        input_grad_squares = by_token.sum(1, dtype=torch.float64).float().double()
+        found |= zip(_squares_of("input_grad", formats), input_grad_squares, strict=True)
     sizes = [1, 1 + len(formats), len(formats)]
-    grads, squares, products = torch.split(tokens.double(), sizes)
-    found |= zip(_squares_of("output", formats), squares.sum(1), strict=True)
-    fisher = 0.5 * (squares[1:] * grads).sum(1)
+    grads, outputs, products = torch.split(tokens.double(), sizes)
+    found |= zip(_squares_of("output", formats), outputs.sum(1), strict=True)
+    fisher = 0.5 * (outputs[1:] * grads).sum(1)
     aligned_fisher = 0.5 * products.square().sum(1)
     for i, name in enumerate(formats):
         found[f"{name}.first"] = products[i].sum()
@@ -308,6 +390,7 @@ def _quantized(
 
 
 def _scalar_names(kind: LinearKind, formats: Iterable[str]) -> list[str]:
+    """Return the names of `PartialSums.scalars`, which are columns of the table."""
     names = ["input_square", "weight_square", "grad_square", "wgrad_square"]
     errors = ("input_error", "weight_error", "grad_error", "wgrad_error", "local")
     names += [f"{name}.{error}_square" for name in formats for error in errors]

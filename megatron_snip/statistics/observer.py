@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache, partial
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -26,7 +26,6 @@ from megatron_snip.collectives import sum_over
 from megatron_snip.quantizers.quantize import needs_tensor_amax, rotated_amax
 from megatron_snip.quantizers.reference import amax_of
 from megatron_snip.quantizers.stochastic import grad_output_stream
-from megatron_snip.statistics.health import ERROR_SUMS, EXPERT_COLUMNS
 from megatron_snip.statistics.health_table import HealthTable
 from megatron_snip.statistics.measure import (
     Operands,
@@ -35,9 +34,10 @@ from megatron_snip.statistics.measure import (
     partial_sums,
     totals,
 )
-from megatron_snip.statistics.optimizer_state import NORMS, Sensitivity
-from megatron_snip.statistics.records import COLUMNS, StatisticsTable
-from megatron_snip.statistics.reduce import RankSums, reduce_sums, table_columns
+from megatron_snip.statistics.optimizer_state import Sensitivity
+from megatron_snip.statistics.records import StatisticsTable, column_of
+from megatron_snip.statistics.reduce import RankSums, reduce_sums
+from megatron_snip.statistics.rows import RowLayout
 from megatron_snip.statistics.sample import (
     MeasureSettings,
     Sample,
@@ -49,8 +49,8 @@ from megatron_snip.statistics.sample import (
 from megatron_snip.topology import Axis, LinearInfo, Placement, Topology
 from megatron_snip.types import Operand
 
+K = TypeVar("K")
 T = TypeVar("T")
-
 
 RowsBySender = Mapping[int, Tensor]
 """Data rank -> its rows in a linear's input: int64 [R] on the CPU, in the sender's order."""
@@ -113,8 +113,9 @@ class StepObserver:
         self._topology = topology
         self._sensitivities = sensitivities
         self._rows_by_sender = rows_by_sender
-        self._columns = {c: COLUMNS[c.rpartition(".")[2]] for c in table_columns(settings.formats)}
+        self._layout = RowLayout(settings.formats)
         self._needs_amax = any(map(needs_tensor_amax, settings.formats.values()))
+        # One amax is kept of rotated operands: the formats that rotate them do it alike.
         rotating = [f for f in settings.formats.values() if f.wgrad_hadamard]
         self._rotation = next(filter(needs_tensor_amax, rotating), None)
         self._num_forwards: dict[Placement, int] = defaultdict(int)
@@ -162,10 +163,16 @@ class StepObserver:
         # Under sequence parallelism each rank has its own tokens of a replicated weight.
         is_replicated = input_is_split and placement.tensor.size == 1
         token_axis = self._topology.tensor if is_replicated else placement.tensor
-        splits = input_is_split, output_is_split
-        read = weight if callable(weight) else weight.detach
-        features = input.shape[-1]
-        call = _Call(placement, read, features, token_axis, *splits, prepare_input, delayed_scales)
+        call = _Call(
+            placement=placement,
+            weight=weight if callable(weight) else weight.detach,
+            num_inputs=input.shape[-1],
+            token_axis=token_axis,
+            input_is_split=input_is_split,
+            output_is_split=output_is_split,
+            prepare_input=prepare_input,
+            delayed_scales=delayed_scales,
+        )
         with torch.no_grad(), self._timed():
             samples = self._samples(call, input.detach())
 
@@ -205,15 +212,16 @@ class StepObserver:
         self._num_forwards[placement] += 1
         x = input.reshape(-1, input.shape[-1])
         num_tokens = x.shape[0] * (call.token_axis.size if call.input_is_split else 1)
-        data, parts = self._topology.data, self._rows_by_sender(placement, num_tokens)
-        if parts is None:
-            data = self._topology.data_axis(placement)
-            parts = {data.rank: torch.arange(num_tokens)}
+        senders = self._topology.data
+        rows_by_sender = self._rows_by_sender(placement, num_tokens)
+        if rows_by_sender is None:
+            senders = self._topology.data_axis(placement)
+            rows_by_sender = {senders.rank: torch.arange(num_tokens)}
         samples = []
-        for data_rank, rows in parts.items():
-            drawn = self._draw(len(rows), forward * data.size + data_rank)
+        for sender, rows in rows_by_sender.items():
+            drawn = self._draw(len(rows), forward * senders.size + sender)
             sample = replace(drawn, rows=rows[drawn.rows])
-            self._try(placement, self._keep, call, sample, x)
+            self._try(placement, partial(self._keep, call, sample, x))
             samples.append(sample)
         return samples
 
@@ -221,7 +229,10 @@ class StepObserver:
         """Put the sampled rows of X [tokens, K] into the sample."""
         prepare = call.prepare_input
         if self._needs_amax:
-            x, prepare = (x if prepare is None else prepare(x)), None
+            # The amax is of all tokens, so all are prepared, and not the sampled rows alone.
+            if prepare is not None:
+                x = prepare(x)
+                prepare = None
             sample.input_amax = amax_of(x)
         if self._rotation is not None:
             sample.rotated_amax = rotated_amax(x, self._rotation)
@@ -231,82 +242,138 @@ class StepObserver:
         sample.input = rows if prepare is None else prepare(rows)
 
     def _measure(self, call: _Call, sample: Sample, grad: Tensor) -> None:
-        """All ranks of the tensor axis: measure one linear on one microbatch."""
-        placement, settings = call.placement, self._settings
+        """All ranks of the tensor axis: measure one linear on one microbatch.
+
+        Args:
+            call: the forward.
+            sample: what it kept.
+            grad: G [tokens, N] of all tokens.
+        """
+        placement = call.placement
+        settings = self._settings
         weight = self._try(placement, call.weight)
         if weight is None:
             weight = grad.new_zeros((grad.shape[-1], call.num_inputs))
-        formats, axis, single = settings.formats, placement.tensor, sample.num_single
-        count, x, rows = len(sample.rows), sample.input, sample.rows
-        g = self._try(placement, rows_of, grad, rows, call.output_is_split, call.token_axis)
-        # A rank that fails takes part in what its peers exchange, with zeros.
-        x = weight.new_zeros((count, weight.shape[1])) if x is None else x
-        g = weight.new_zeros((count, weight.shape[0])) if g is None else g
+        x, g = self._sampled_rows(call, sample, weight, grad)
+        numbers = self._tensor_numbers(call, sample, weight, grad)
+        stream = grad_output_stream(settings.seed, placement, settings.iteration, sample.microbatch)
+        features = self._try(
+            placement, partial(sampled_features, stream, weight.shape[0], sample.first_feature)
+        )
+        features = features or slice(None)
+        single = sample.num_single
+        operands = Operands(
+            input=x[:single],
+            weight=weight,
+            grad_output=g[:single],
+            input_runs=x[single:],
+            grad_output_runs=g[single:, features],
+            numbers=numbers,
+        )
+        measure = partial(
+            partial_sums,
+            operands,
+            kind=placement.kind,
+            num_shards=placement.tensor.size,
+            formats=settings.formats,
+            stream=stream,
+            sensitivity=self._sensitivities.get(placement),
+            features=features,
+        )
+        sums = self._try(placement, measure)
+        if sums is not None:
+            largest = self._own.amax.get(placement.name, sums.amax)
+            self._own.amax[placement.name] = torch.maximum(largest, sums.amax)
+        if placement.tensor.group is not None:
+            if sums is None:
+                sums = PartialSums.zeros(placement.kind, single, weight, settings.formats)
+            sums = sums.summed(placement.tensor.group)
+        if sums is not None and placement.tensor.rank == 0:
+            stride = features.step or 1
+            self._try(placement, partial(self._add, call, sample, sums, g[:single], stride))
+
+    def _sampled_rows(
+        self, call: _Call, sample: Sample, weight: Tensor, grad: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """All ranks of the tensor axis: return X and G of the sampled tokens.
+
+        A rank that fails takes part in what its peers exchange, with zeros.
+        """
+        count = len(sample.rows)
+        x = sample.input
+        g = self._try(
+            call.placement,
+            partial(rows_of, grad, sample.rows, call.output_is_split, call.token_axis),
+        )
+        if x is None:
+            x = weight.new_zeros((count, weight.shape[1]))
+        if g is None:
+            g = weight.new_zeros((count, weight.shape[0]))
         if call.input_is_split:
             x = sum_over(x, call.token_axis.group)
         if call.output_is_split:
             g = sum_over(g, call.token_axis.group)
-        numbers = self._tensor_numbers(call, sample, weight, grad)
-        stream = grad_output_stream(settings.seed, placement, settings.iteration, sample.microbatch)
-        first = sample.first_feature
-        features = self._try(placement, sampled_features, stream, weight.shape[0], first)
-        features = features or slice(None)
-        operands = Operands(
-            x[:single], weight, g[:single], x[single:], g[single:, features], numbers
-        )
-        d = self._sensitivities.get(placement)
-        given = operands, placement.kind, axis.size, formats, stream, d, features
-        sums = self._try(placement, partial_sums, *given)
-        if sums is not None:
-            largest = self._own.amax.get(placement.name, sums.amax)
-            self._own.amax[placement.name] = torch.maximum(largest, sums.amax)
-        if axis.group is not None:
-            if sums is None:
-                sums = PartialSums.zeros(placement.kind, single, weight, formats)
-            sums = sums.summed(axis.group)
-        if sums is not None and axis.rank == 0:
-            self._try(placement, self._add, call, sample, sums, g[:single], features)
+        return x, g
 
-    def _try(self, placement: Placement, action: Callable[..., T], *arguments: Any) -> T | None:
+    def _try(self, placement: Placement, action: Callable[[], T]) -> T | None:
         """Return the result of `action`; None if measuring has failed: training must go on."""
         if self._own.failure is None:
             try:
-                return action(*arguments)
+                return action()
             except Exception as error:
                 self._own.record_failure(error, f"{placement.name}: ")
         return None
 
     def _add(
-        self, call: _Call, sample: Sample, sums: PartialSums, grad: Tensor, features: slice
+        self, call: _Call, sample: Sample, sums: PartialSums, grad: Tensor, feature_stride: int
     ) -> None:
-        """Add one microbatch's sums to its linear's row; `grad` is G of the sample."""
-        placement, name = call.placement, call.placement.name
-        found = totals(sums, placement.kind, grad, self._settings.formats)
-        health = sums.health
+        """Add one microbatch to the row of its linear, and to that of its expert.
+
+        Args:
+            call: the forward.
+            sample: what was measured of it.
+            sums: over all shards of the linear.
+            grad: G [S, N] of the sample's single tokens, on this shard.
+            feature_stride: wgrad is measured on one of so many output features.
+        """
+        placement = call.placement
+        measured = totals(sums, placement.kind, grad, self._settings.formats)
         share = 1.0 / self._topology.context  # of a microbatch: context ranks divide its tokens
-        known = {"microbatches": share, "tokens": float(sample.num_tokens)}
+        tokens, tiles = sample.expansions
+        expansion = {
+            "tokens": tokens,
+            "tiles": tiles * feature_stride,
+            "weight": share,
+            "all": 1.0,
+        }
+        counted = self._counted(placement, sample, share)
+        columns = self._layout.columns
+        # What the host knows goes to the device at once.
+        host = [
+            [expansion[column_of(name).over] for name in columns],
+            [counted.get(name, 0.0) for name in columns],
+        ]
+        factors, counts = to_device(grad.device, torch.tensor(host, dtype=torch.float64))
+        zero = torch.zeros_like(counts[0])
+        found = torch.stack([measured.get(name, zero) for name in columns])
+        statistics = found * factors + counts
+        # X and G are of sampled tokens; W is complete, in every microbatch.
+        by_operand = torch.tensor([[tokens], [share], [tokens]], dtype=torch.float64)
+        health = sums.health.double() * to_device(grad.device, by_operand)
+        if placement.expert is not None:
+            key = (placement.name, placement.expert)
+            _add_to(self._own.experts, key, self._layout.expert_row(statistics, health))
+        _add_to(self._own.rows, placement.name, self._layout.row(statistics, health))
+
+    def _counted(self, placement: Placement, sample: Sample, share: float) -> dict[str, float]:
+        """Return the statistics of one microbatch that are known without measuring, by column."""
+        counted = {"microbatches": share, "tokens": float(sample.num_tokens)}
+        # A weight's update is counted once: not for every microbatch and data rank.
         if placement not in self._seen and self._topology.data_axis(placement).rank == 0:
             sensitivity = self._sensitivities.get(placement)
-            known["update_square"] = 0.0 if sensitivity is None else sensitivity.update_square
+            counted["update_square"] = 0.0 if sensitivity is None else sensitivity.update_square
         self._seen.add(placement)
-        columns = self._columns
-        tokens, tiles = sample.expansions
-        tiles *= features.step or 1
-        expansion = {"tokens": tokens, "tiles": tiles, "weight": share, "all": 1.0}
-        numbers = [
-            [expansion[column.over] for column in columns.values()],
-            [known.get(c, 0.0) for c in columns],
-        ]
-        factors, added = to_device(grad.device, torch.tensor(numbers, dtype=torch.float64))
-        zero = torch.zeros_like(added[0])
-        row = torch.stack([found.get(c, zero) for c in columns]) * factors + added
-        scales = torch.tensor([[tokens], [share], [tokens]], dtype=torch.float64)
-        health = health.double() * to_device(grad.device, scales)
-        if (expert := placement.expert) is not None:
-            expert_sums = torch.stack([row[list(columns).index(c)] for c in EXPERT_COLUMNS])
-            row_of_expert = torch.cat([expert_sums, health[:-1, :, :ERROR_SUMS].flatten()])
-            _add_to(self._own.experts, (name, expert), row_of_expert)
-        _add_to(self._own.rows, name, torch.cat([row, row.new_zeros(NORMS), health.flatten()]))
+        return counted
 
     def _tensor_numbers(
         self, call: _Call, sample: Sample, weight: Tensor, grad: Tensor
@@ -322,34 +389,35 @@ class StepObserver:
 
         def find() -> TensorNumbers:
             assert sample.input_amax is not None, "stored in the forward"
-            amax = torch.stack([sample.input_amax, amax_of(weight), amax_of(grad)])
-            turned = amax
+            weight_amax = amax_of(weight)
+            amax = torch.stack([sample.input_amax, weight_amax, amax_of(grad)])
+            rotated = amax
             if self._rotation is not None:
                 assert sample.rotated_amax is not None, "stored in the forward"
-                turned_grad = rotated_amax(grad, self._rotation)
-                turned = torch.stack([sample.rotated_amax, amax[1], turned_grad])
+                rotated_grad = rotated_amax(grad, self._rotation)
+                rotated = torch.stack([sample.rotated_amax, weight_amax, rotated_grad])
             delayed = None
             if call.delayed_scales is not None:
                 assert sample.forward_scales is not None, "stored in the forward"
                 delayed = torch.cat([sample.forward_scales, call.delayed_scales()[2:]])
-            return TensorNumbers(amax, turned, delayed)
+            return TensorNumbers(amax, rotated, delayed)
 
         found = self._try(call.placement, find)
         if found is None:
             zeros = weight.new_zeros(len(Operand), dtype=torch.float32)
             found = TensorNumbers(zeros, zeros)
-        is_split = call.input_is_split, False, call.output_is_split
-        if call.token_axis.group is not None and any(is_split):
-            largest = torch.stack([found.amax, found.rotated_amax])
-            dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=call.token_axis.group)
-            shared = to_device(largest.device, torch.tensor(is_split))
-            amax, turned = (
-                torch.where(shared, both, own)
-                for both, own in zip(largest, (found.amax, found.rotated_amax), strict=True)
-            )
-            found = found._replace(amax=amax, rotated_amax=turned)
-        return found
+        is_split = (call.input_is_split, False, call.output_is_split)  # X, W and G
+        if call.token_axis.group is None or not any(is_split):
+            return found
+        shared = torch.stack([found.amax, found.rotated_amax])
+        dist.all_reduce(shared, op=dist.ReduceOp.MAX, group=call.token_axis.group)
+        takes_shared = to_device(shared.device, torch.tensor(is_split))
+        return found._replace(
+            amax=torch.where(takes_shared, shared[0], found.amax),
+            rotated_amax=torch.where(takes_shared, shared[1], found.rotated_amax),
+        )
 
 
-def _add_to(sums: dict[Any, Tensor], key: Any, row: Tensor) -> None:
-    sums[key] = sums[key] + row if key in sums else row
+def _add_to(rows: dict[K, Tensor], key: K, row: Tensor) -> None:
+    """Add a row to what was added under its key."""
+    rows[key] = rows[key] + row if key in rows else row

@@ -31,8 +31,11 @@ class Column(NamedTuple):
     grad_power: int = 0
 
 
-def _column(*properties: Any) -> Any:
-    return field(default=0.0, metadata={"column": Column(*properties)})
+def _column(
+    over: Literal["tokens", "tiles", "weight", "all"] = "tokens", grad_power: int = 0
+) -> Any:
+    """Return a dataclass field, 0 by default, that is summed as a `Column` says."""
+    return field(default=0.0, metadata={"column": Column(over, grad_power)})
 
 
 @dataclass(frozen=True)
@@ -137,9 +140,16 @@ FORMAT_COLUMNS: tuple[str, ...] = tuple(f.name for f in dataclasses.fields(Forma
 BASE_COLUMNS: tuple[str, ...] = tuple(name for name in COLUMNS if name not in FORMAT_COLUMNS)
 """The measured fields of `LinearStatistics`, in the order of the reduced table's columns."""
 
+
+def column_of(name: str) -> Column:
+    """Return the column of a name in the reduced table; `fp4.fisher` is a `fisher`."""
+    return COLUMNS[name.rpartition(".")[2]]
+
+
 Row = TypeVar("Row", FormatStatistics, LinearStatistics)
 
 _NOT_AVERAGED = frozenset({"microbatches", "tokens", "first"})
+"""What `running_mean` takes from the last measurement."""
 
 
 def running_mean(

@@ -1,6 +1,7 @@
 """The sums of all ranks become one table of statistics and health, the same on every rank.
 
-The sums are FP64, [1 + linears, columns]; the first row counts the ranks that failed to measure.
+The sums are FP64, one row for each linear (`rows.py`), after a row that counts the ranks which
+failed to measure.
 G times `grad_scale` is the gradient of the batch-mean loss: it takes out the loss scale and divides
 by the number of data ranks. Megatron itself has divided by the number of microbatches.
 """
@@ -17,22 +18,17 @@ from torch.distributed import ProcessGroup
 
 from megatron_snip.collectives import RemoteFailure, gather_json, sum_over
 from megatron_snip.log import log_failure
-from megatron_snip.statistics.health import (
-    ERROR_SUMS,
-    EXPERT_COLUMNS,
-    OPERAND_SUMS,
-    make_health_table,
-)
+from megatron_snip.statistics.health import make_health_table
 from megatron_snip.statistics.health_table import HealthTable
-from megatron_snip.statistics.optimizer_state import NORMS
 from megatron_snip.statistics.records import (
     BASE_COLUMNS,
-    COLUMNS,
     FORMAT_COLUMNS,
     FormatStatistics,
     LinearStatistics,
     StatisticsTable,
+    column_of,
 )
+from megatron_snip.statistics.rows import RowLayout
 from megatron_snip.statistics.sample import MeasureSettings
 from megatron_snip.topology import LinearInfo
 from megatron_snip.types import Operand
@@ -42,23 +38,15 @@ logger = logging.getLogger(__name__)
 K = TypeVar("K")
 
 
-def table_columns(formats: Iterable[str]) -> list[str]:
-    """Return the names of the table's columns; those of a format are `format.column`."""
-    columns = list(BASE_COLUMNS)
-    for name in formats:
-        columns += [f"{name}.{column}" for column in FORMAT_COLUMNS]
-    return columns
-
-
 @dataclass
 class RankSums:
     """What one rank has measured in an iteration.
 
     Attributes:
-        rows: The sums of each linear, FP64, by its name. A row has the `table_columns`, then NORMS
-            zeros (`reduce_sums` adds the norms), then health.py's sums.
+        rows: The row of each linear (`RowLayout.row`), FP64, by the linear's name. Its norms are
+            zeros: `reduce_sums` fills them in.
         amax: The largest magnitudes of X, W and G, FP32 [3], by the linear's name.
-        experts: The sums of each expert, FP64, by linear name and expert; see EXPERT_COLUMNS.
+        experts: The row of each expert (`RowLayout.expert_row`), FP64, by linear name and expert.
         failure: The first error, in one line, or None.
     """
 
@@ -96,49 +84,54 @@ def reduce_sums(
     Raises:
         RemoteFailure: on every rank, if measuring failed on any.
     """
-    formats = settings.formats
+    layout = RowLayout(settings.formats)
     names = [linear.name for linear in linears]
-    columns = table_columns(formats)
-    width = len(columns) + NORMS + (1 + len(formats)) * len(Operand) * OPERAND_SUMS
-    table = torch.zeros((1 + len(linears), width), dtype=torch.float64)
-    largest = torch.zeros((len(linears), len(Operand) + 1))  # the last: number of experts
+    table = torch.zeros((1 + len(linears), layout.width), dtype=torch.float64)
+    num_failed = table[0, :1]
+    rows = table[1:]
+    sums = layout.split(rows)
+    # Of these, ranks take the maximum and not the sum.
+    maxima = torch.zeros((len(linears), len(Operand) + 1))
+    amax = maxima[:, :-1]
+    num_experts = maxima[:, -1]
     try:
-        _fill(table[1:], own.rows, names)
-        _fill(table[1:, len(columns) : len(columns) + NORMS], norms(), names)
-        _fill(largest[:, :-1], own.amax, names)
+        _fill(rows, own.rows, names)
+        _fill(sums.norms, norms(), names)
+        _fill(amax, own.amax, names)
         for name, expert in own.experts:
-            largest[names.index(name), -1].clamp_(min=1 + expert)
+            num_experts[names.index(name)].clamp_(min=1 + expert)
     except Exception as error:  # the other ranks wait in the sum
         own.record_failure(error)
-    table[0, 0] = float(own.failure is not None)
+    num_failed.fill_(own.failure is not None)
     sum_over(table, control)
-    if table[0, 0] > 0:
+    if num_failed > 0:
         raise RemoteFailure("measuring", gather_json(own.failure, control))
     if control is not None:
-        dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=control)
+        dist.all_reduce(maxima, op=dist.ReduceOp.MAX, group=control)
 
     # Experts have rows of their own; how many a linear has is known only now.
-    counts = largest[:, -1].int().tolist()
+    counts = num_experts.int().tolist()
     experts: list[tuple[str, int]] = []
     for name, count in zip(names, counts, strict=True):
         experts += [(name, expert) for expert in range(count)]
-    num_columns = len(EXPERT_COLUMNS) + ERROR_SUMS * len(Operand) * len(formats)
-    by_expert = torch.zeros((len(experts), num_columns), dtype=torch.float64)
-    _fill(by_expert, own.experts, experts)
+    expert_rows = torch.zeros((len(experts), layout.expert_width), dtype=torch.float64)
+    _fill(expert_rows, own.experts, experts)
     if experts:
-        sum_over(by_expert, control)
+        sum_over(expert_rows, control)
 
-    named = [dict(zip(columns, row, strict=True)) for row in table[1:, : len(columns)].tolist()]
+    named = [dict(zip(layout.columns, row, strict=True)) for row in sums.statistics.tolist()]
     pairs = list(zip(linears, named, strict=True))
     # The experts of a layer count each token `num_active` times.
     batch_tokens = max((row["tokens"] / info.num_active for info, row in pairs), default=0.0)
-    decoded = [_linear(info, row, formats, grad_scale, batch_tokens) for info, row in pairs]
+    decoded = [
+        _linear(info, row, settings.formats, grad_scale, batch_tokens) for info, row in pairs
+    ]
     statistics = StatisticsTable(settings.iteration, loss, tuple(decoded))
     health = make_health_table(
         statistics,
-        sums=table[1:, len(columns) :],
-        amax=largest[:, :-1],
-        experts=torch.split(by_expert, counts),
+        sums=sums,
+        amax=amax,
+        experts=[layout.split_experts(part) for part in torch.split(expert_rows, counts)],
         grad_scale=grad_scale,
     )
     return statistics, health
@@ -162,7 +155,7 @@ def _linear(
     microbatches = row["microbatches"] or 1.0
 
     def scaled(name: str) -> float:
-        column = COLUMNS[name.rpartition(".")[2]]
+        column = column_of(name)
         value = row[name] * grad_scale**column.grad_power
         return value / microbatches if column.over == "weight" else value
 

@@ -172,9 +172,9 @@ def _kept_operands() -> Iterator[list[Operands]]:
     kept: list[Operands] = []
     original = observer.partial_sums
 
-    def partial_sums(operands: Operands, *args: Any) -> Any:
+    def partial_sums(operands: Operands, **named: Any) -> Any:
         kept.append(operands)
-        return original(operands, *args)
+        return original(operands, **named)
 
     with mock.patch.object(observer, "partial_sums", partial_sums):
         yield kept

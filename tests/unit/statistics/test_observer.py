@@ -110,12 +110,12 @@ def test_a_tap_that_fails_leaves_the_backward_alone(
     real = getattr(observer_module, place)
     calls = 0
 
-    def fail(*args: Any) -> Any:
+    def fail(*args: Any, **named: Any) -> Any:
         nonlocal calls
         calls += 1
         if calls == 1:
             raise error
-        return real(*args)
+        return real(*args, **named)
 
     monkeypatch.setattr(observer_module, place, fail)
     observer = StepObserver(ALL, Topology(), {})

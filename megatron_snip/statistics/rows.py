@@ -1,0 +1,107 @@
+"""The row of sums that a linear has in a measurement, and the row of an expert.
+
+A rank adds up the rows of its linears over microbatches; `reduce.py` adds them over ranks, in one
+exchange. What stands where in a row is known here and nowhere else:
+
+    linear    statistics (`RowLayout.columns`), weight norms (NORMS), health sums
+    expert    statistics (EXPERT_COLUMNS), error sums
+
+Health sums are OPERAND_SUMS numbers for each format and operand, and after the last format as many
+for each operand before quantization. The error sums of an expert are the first ERROR_SUMS of them,
+for each format and operand.
+"""
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from megatron_snip.statistics.optimizer_state import NORMS
+from megatron_snip.statistics.records import BASE_COLUMNS, FORMAT_COLUMNS
+from megatron_snip.types import Operand
+
+ERROR_SUMS = 3
+"""Error square, underflowed, saturated."""
+
+NUM_BINS = 128
+"""Number of bins of a histogram over log2; health.py says which."""
+
+OPERAND_SUMS = ERROR_SUMS + NUM_BINS
+"""Health sums of one operand in one format: ERROR_SUMS, then the bins of its tiles' scales. Of the
+operand before quantization: zeros, then the bins of its elements."""
+
+EXPERT_COLUMNS = ("microbatches", "tokens", "input_square", "weight_square", "grad_square")
+"""Statistics that each expert of a layer has of its own, beside those of the layer."""
+
+
+class LinearSums(NamedTuple):
+    """Rows of linears by their parts; F formats.
+
+    Attributes:
+        statistics: [.., columns] In the order of `RowLayout.columns`.
+        norms: [.., NORMS] What `optimizer_state.weight_norms` returns.
+        health: [.., 1 + F, 3 operands, OPERAND_SUMS] The operands before quantization come last.
+    """
+
+    statistics: Tensor
+    norms: Tensor
+    health: Tensor
+
+
+class ExpertSums(NamedTuple):
+    """Rows of experts by their parts; F formats.
+
+    Attributes:
+        statistics: [.., columns] In the order of EXPERT_COLUMNS.
+        errors: [.., F, 3 operands, ERROR_SUMS] See `HealthSums`.
+    """
+
+    statistics: Tensor
+    errors: Tensor
+
+
+class RowLayout:
+    """What stands where in the rows of a measurement of some formats.
+
+    Attributes:
+        columns: Names of a linear's statistics; those of a format are `format.column`.
+        width: Number of entries of a linear's row.
+        expert_width: Number of entries of an expert's row.
+    """
+
+    def __init__(self, formats: Iterable[str]) -> None:
+        """Lay out the rows for the named formats."""
+        names = list(formats)
+        columns = list(BASE_COLUMNS)
+        for name in names:
+            columns += [f"{name}.{column}" for column in FORMAT_COLUMNS]
+        self.columns = tuple(columns)
+        self._health_shape = torch.Size((1 + len(names), len(Operand), OPERAND_SUMS))
+        self._errors_shape = torch.Size((len(names), len(Operand), ERROR_SUMS))
+        self.width = len(columns) + NORMS + self._health_shape.numel()
+        self.expert_width = len(EXPERT_COLUMNS) + self._errors_shape.numel()
+        self._expert_columns = [columns.index(name) for name in EXPERT_COLUMNS]
+
+    def row(self, statistics: Tensor, health: Tensor) -> Tensor:
+        """Return a linear's row; its norms are zeros, because they are no sums of microbatches."""
+        norms = statistics.new_zeros(NORMS)
+        return torch.cat([statistics, norms, health.flatten()])
+
+    def expert_row(self, statistics: Tensor, health: Tensor) -> Tensor:
+        """Return the row of the expert whose linear would have this row."""
+        own = torch.stack([statistics[index] for index in self._expert_columns])
+        errors = health[:-1, :, :ERROR_SUMS]
+        return torch.cat([own, errors.flatten()])
+
+    def split(self, rows: Tensor) -> LinearSums:
+        """Return the parts of linears' rows [.., width]; they are views."""
+        sizes = [len(self.columns), NORMS, self._health_shape.numel()]
+        statistics, norms, health = torch.split(rows, sizes, dim=-1)
+        return LinearSums(statistics, norms, health.unflatten(-1, self._health_shape))
+
+    def split_experts(self, rows: Tensor) -> ExpertSums:
+        """Return the parts of experts' rows [.., expert_width]; they are views."""
+        sizes = [len(EXPERT_COLUMNS), self._errors_shape.numel()]
+        statistics, errors = torch.split(rows, sizes, dim=-1)
+        return ExpertSums(statistics, errors.unflatten(-1, self._errors_shape))
