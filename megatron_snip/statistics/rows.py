@@ -98,10 +98,10 @@ class RowLayout:
         """Return the parts of linears' rows [.., width]; they are views."""
         sizes = [len(self.columns), NORMS, self._health_shape.numel()]
         statistics, norms, health = torch.split(rows, sizes, dim=-1)
-        return LinearSums(statistics, norms, health.unflatten(-1, self._health_shape))
+        return LinearSums(statistics, norms, health.view(rows.shape[:-1] + self._health_shape))
 
     def split_experts(self, rows: Tensor) -> ExpertSums:
         """Return the parts of experts' rows [.., expert_width]; they are views."""
         sizes = [len(EXPERT_COLUMNS), self._errors_shape.numel()]
         statistics, errors = torch.split(rows, sizes, dim=-1)
-        return ExpertSums(statistics, errors.unflatten(-1, self._errors_shape))
+        return ExpertSums(statistics, errors.view(rows.shape[:-1] + self._errors_shape))
