@@ -33,7 +33,8 @@ from megatron_snip.linears.te.precision_config import (
     num_layers,
     stage_paths,
 )
-from megatron_snip.linears.te.recipe import RECIPES, RunPrecision, TERecipe, run_flags
+from megatron_snip.linears.te.recipe import TERecipe, run_flags
+from megatron_snip.linears.te.recipe_table import RECIPES, RunPrecision
 from megatron_snip.options import BF16, Option
 from megatron_snip.output import yaml_text
 from megatron_snip.planning.plan import PrecisionPlan, read_plan

@@ -11,7 +11,7 @@ from megatron_snip.cli.common import new_table
 from megatron_snip.formats import FORMATS
 from megatron_snip.kernels import launch
 from megatron_snip.linears.te.machine import Machine, te_support, this_machine
-from megatron_snip.linears.te.recipe import RECIPES
+from megatron_snip.linears.te.recipe_table import RECIPES
 from megatron_snip.patches.install import CORE_PATCHES, LOOPS
 
 

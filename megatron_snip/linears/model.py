@@ -15,9 +15,10 @@ from megatron_snip.formats import Format
 from megatron_snip.linears.discovery import find_linears, global_linears
 from megatron_snip.linears.megatron_linear import PlannedLinear, SimulatedLinear
 from megatron_snip.linears.runtime import Runtime
+from megatron_snip.linears.te.fresh_weights import FreshWeights
 from megatron_snip.linears.te.fused_mlp import FusedMLP, fused_mlps
 from megatron_snip.linears.te.gathered_weights import GatheredWeights
-from megatron_snip.linears.te.linear import FreshWeights, RecipeTELinear, SimulatedTELinear
+from megatron_snip.linears.te.linear import RecipeTELinear
 from megatron_snip.linears.te.machine import (
     Machine,
     measured_format,
@@ -25,6 +26,7 @@ from megatron_snip.linears.te.machine import (
     this_machine,
 )
 from megatron_snip.linears.te.modules import te_kind
+from megatron_snip.linears.te.simulated import SimulatedTELinear
 from megatron_snip.options import Option
 from megatron_snip.planning.plan import PrecisionPlan
 from megatron_snip.statistics.sharded import local

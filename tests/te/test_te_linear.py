@@ -16,7 +16,8 @@ from transformer_engine.pytorch.quantization import FP8GlobalStateManager, fp8_a
 from megatron_snip.errors import UnsupportedError
 from megatron_snip.linears.model import PlannedModel
 from megatron_snip.linears.te import quantizers
-from megatron_snip.linears.te.linear import FreshWeights, RecipeTELinear
+from megatron_snip.linears.te.fresh_weights import FreshWeights
+from megatron_snip.linears.te.linear import RecipeTELinear
 from megatron_snip.options import Option
 from megatron_snip.topology import Topology
 from tests.te.models import (

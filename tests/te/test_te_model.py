@@ -17,7 +17,7 @@ from megatron_snip.formats import ScaleType
 from megatron_snip.linears.availability import AvailableOptions, available_options, resolve_formats
 from megatron_snip.linears.model import PlannedModel
 from megatron_snip.linears.te.machine import Machine, te_refusal, this_machine
-from megatron_snip.linears.te.recipe import RECIPES
+from megatron_snip.linears.te.recipe_table import RECIPES
 from megatron_snip.options import Option
 from megatron_snip.planning.plan import assigned_plan, write_plan
 from megatron_snip.reporting.run_directory import RunDirectory

@@ -12,7 +12,8 @@ from transformer_engine.pytorch.tensor.hybrid_tensor import HybridQuantizer
 from transformer_engine.pytorch.tensor.identity_tensor import IdentityQuantizer
 
 from megatron_snip.linears.te import quantizers
-from megatron_snip.linears.te.recipe import RECIPES, TERecipe
+from megatron_snip.linears.te.recipe import TERecipe
+from megatron_snip.linears.te.recipe_table import RECIPES
 
 STATELESS = [name for name, recipe in RECIPES.items() if recipe.per_gemm]
 EVERY = [TERecipe(*names) for names in itertools.product(STATELESS, repeat=3)]

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from megatron_snip.linears.te.history import delayed_scales
 from megatron_snip.linears.te.quantizers import built_in_recipe
-from megatron_snip.linears.te.recipe import RECIPES
+from megatron_snip.linears.te.recipe_table import RECIPES
 from megatron_snip.quantizers.quantize import quantize_dequantize_operand, rotated
 from megatron_snip.types import Gemm, Operand
 from tests.te_on_cpu import capability, probe

@@ -22,8 +22,9 @@ import torch
 from megatron.core.transformer.mlp import MLP
 
 from megatron_snip.linears.runtime import Runtime
-from megatron_snip.linears.te.linear import RecipeTELinear, SimulatedTELinear
+from megatron_snip.linears.te.linear import RecipeTELinear
 from megatron_snip.linears.te.modules import EXTENSION
+from megatron_snip.linears.te.simulated import SimulatedTELinear
 
 _EXPERTS_SWITCH = "_with_fused_impl"
 _BUILT = {"experts": "_fused_ops", "dense": "_fused_impl"}

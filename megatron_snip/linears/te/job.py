@@ -9,13 +9,8 @@ from dataclasses import fields
 from typing import Any
 
 from megatron_snip.errors import UsageError
-from megatron_snip.linears.te.recipe import (
-    RECIPES,
-    RecipeFields,
-    RunPrecision,
-    TERecipe,
-    recipe_of,
-)
+from megatron_snip.linears.te.recipe import RecipeFields, TERecipe
+from megatron_snip.linears.te.recipe_table import RECIPES, RunPrecision, recipe_of
 from megatron_snip.options import Option
 from megatron_snip.types import split_linear_name
 

@@ -1,7 +1,7 @@
 """What runs on this machine: its GPU, its Transformer Engine, and the recipe of each format.
 
-`te/recipe.py` has the recipes; Transformer Engine's own checks of them (2.20) count as well. In a
-run that is FP8 or FP4 by default, `fp8` or `fp4` is the recipe that the run has set.
+`te/recipe_table.py` has the recipes; Transformer Engine's own checks of them (2.20) count as well.
+In a run that is FP8 or FP4 by default, `fp8` or `fp4` is the recipe that the run has set.
 """
 
 import importlib
@@ -15,12 +15,12 @@ import torch
 
 from megatron_snip.config import Backend
 from megatron_snip.formats import Format, get_format
-from megatron_snip.linears.te.recipe import (
+from megatron_snip.linears.te.recipe import TERecipe
+from megatron_snip.linears.te.recipe_table import (
     BF16_RUN,
     RECIPES,
     RunPrecision,
     Setting,
-    TERecipe,
     recipe_of,
 )
 from megatron_snip.log import log_failure

@@ -29,7 +29,8 @@ from torch.nn import functional
 
 from megatron_snip.errors import UnsupportedError
 from megatron_snip.formats import get_format
-from megatron_snip.linears.te.recipe import RECIPES, RunPrecision, TERecipe, recipe_of
+from megatron_snip.linears.te.recipe import TERecipe
+from megatron_snip.linears.te.recipe_table import RECIPES, RunPrecision, recipe_of
 from megatron_snip.options import Option
 from megatron_snip.statistics.sharded import model_weight
 from megatron_snip.topology import LinearKind
@@ -118,6 +119,11 @@ def _splits_tokens(module: Any) -> bool:
     return is_replicated(module) and bool(module.config.sequence_parallel)
 
 
+def expert_sizes(m_splits: Any) -> list[int]:
+    """Return the number of tokens of each expert, from the `m_splits` of a grouped forward."""
+    return m_splits.tolist() if isinstance(m_splits, torch.Tensor) else list(m_splits)
+
+
 def multiplied_input(module: Any, input: torch.Tensor, is_rounded: bool = True) -> torch.Tensor:
     """Return what the GEMM multiplies: the input, normalized first where a norm is fused.
 
@@ -172,7 +178,7 @@ def gather_refusal(module: Any, option: Option, recipe: TERecipe) -> str | None:
             f"{option}: under sequence parallelism Transformer Engine gathers the input as fprop "
             "quantized it, so wgrad cannot have more bits than fprop"
         )
-    if not _is_fp4(recipe.wgrad):
+    if not RECIPES[recipe.wgrad].is_fp4:
         return None
     return (
         f"{option}: under sequence parallelism Transformer Engine cannot gather an input that is "
@@ -184,11 +190,7 @@ def _weight_keeps_rows(recipe: TERecipe) -> bool:
     """Return whether the weight's quantizer `supports_only_rowwise_all_gather`."""
     if RECIPES[recipe.fprop].quantization.has_tensor_scale:
         return True
-    return _is_fp4(recipe.dgrad) and not _is_fp4(recipe.fprop)
-
-
-def _is_fp4(recipe: str) -> bool:
-    return RECIPES[recipe].run.kind == "fp4"
+    return RECIPES[recipe.dgrad].is_fp4 and not RECIPES[recipe.fprop].is_fp4
 
 
 def shape_refusal(

@@ -13,7 +13,7 @@ A linear whose recipe has no buffer communicates by NCCL, without overlap.
 import sys
 from typing import Any
 
-from megatron_snip.linears.te.recipe import TERecipe
+from megatron_snip.linears.te.recipe import BF16_RECIPE, TERecipe
 
 _BASE = "transformer_engine.pytorch.module.base"
 _FLAGS = (
@@ -46,7 +46,7 @@ class Overlap:
 
 def _has_buffer(recipe: TERecipe) -> bool:
     mode = None
-    if recipe == TERecipe():
+    if recipe == BF16_RECIPE:
         mode = "NONE"
     elif recipe.is_uniform and recipe.fprop.startswith(("tensorwise", "delayed", "mxfp8")):
         mode = "FP8"

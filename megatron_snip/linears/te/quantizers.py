@@ -22,7 +22,8 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from megatron_snip.linears.te.recipe import RECIPES, TERecipe, factory_recipe
+from megatron_snip.linears.te.recipe import TERecipe, factory_recipe
+from megatron_snip.linears.te.recipe_table import RECIPES
 
 Quantizer = Any
 """A Transformer Engine quantizer."""

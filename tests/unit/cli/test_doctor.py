@@ -10,7 +10,7 @@ from megatron_snip.cli import doctor, machine
 from megatron_snip.cli.machine import recommended_command
 from megatron_snip.formats import FORMATS
 from megatron_snip.linears.te.machine import Machine
-from megatron_snip.linears.te.recipe import RECIPES
+from megatron_snip.linears.te.recipe_table import RECIPES
 from tests.processes import ROOT, run_python
 
 TE = {"te_version": "2.20.2"}

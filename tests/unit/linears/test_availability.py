@@ -20,7 +20,7 @@ from megatron_snip.linears.te.machine import (
     this_machine,
     unmeasured_settings,
 )
-from megatron_snip.linears.te.recipe import RECIPES, RunPrecision
+from megatron_snip.linears.te.recipe_table import RECIPES, RunPrecision
 from megatron_snip.log import forget_warnings
 from megatron_snip.options import BF16, Option, enumerate_options
 from megatron_snip.topology import Topology

@@ -22,7 +22,8 @@ from megatron_snip.linears.te.precision_config import (
     num_layers,
     stage_paths,
 )
-from megatron_snip.linears.te.recipe import RECIPES, RecipeFields, TERecipe, run_flags
+from megatron_snip.linears.te.recipe import RecipeFields, TERecipe, run_flags
+from megatron_snip.linears.te.recipe_table import RECIPES
 from megatron_snip.options import Option
 from tests.unit.planning.build import MODULES
 

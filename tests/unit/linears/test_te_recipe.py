@@ -13,7 +13,8 @@ from megatron.core.transformer.moe import moe_utils
 from megatron_snip.errors import UsageError
 from megatron_snip.files import checked
 from megatron_snip.linears.te.modules import padded_tokens, shape_refusal
-from megatron_snip.linears.te.recipe import RECIPES, RecipeFields, TERecipe, run_flags
+from megatron_snip.linears.te.recipe import RecipeFields, TERecipe, run_flags
+from megatron_snip.linears.te.recipe_table import RECIPES
 
 PER_GEMM = [name for name, recipe in RECIPES.items() if recipe.per_gemm]
 EVERY = [TERecipe(*names) for names in itertools.product(PER_GEMM, repeat=3)]

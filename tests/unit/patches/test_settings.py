@@ -16,7 +16,7 @@ from megatron_snip.errors import SnipError, UsageError
 from megatron_snip.linears.te import machine as machine_module
 from megatron_snip.linears.te.machine import Machine
 from megatron_snip.linears.te.modules import EXTENSION
-from megatron_snip.linears.te.recipe import RunPrecision
+from megatron_snip.linears.te.recipe_table import RunPrecision
 from megatron_snip.patches import cpu
 from megatron_snip.patches.arguments import exit_on_error, read_cli_args, snip_config
 from megatron_snip.patches.attach import make_writers

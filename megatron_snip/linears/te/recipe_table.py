@@ -1,0 +1,261 @@
+"""Transformer Engine's recipes: what each does, where it runs, and what it is called elsewhere.
+
+`RECIPES` is the only list of them. A recipe is one precision of one GEMM; `recipe.py` combines
+three of them for a linear.
+
+Sources: Transformer Engine's recipes, NVIDIA's compute capabilities (`GemmRecipe.gpus`).
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, Self
+
+from megatron_snip.formats import FORMATS, Format, ScaleType
+
+
+class RunPrecision(NamedTuple):
+    """A low precision in Megatron's terms: that of its flags and of its precision files.
+
+    Attributes:
+        kind: `fp8` or `fp4`, the first part of the flags' names; empty for BF16.
+        format: the value of `--fp8-format` or `--fp4-format`.
+        recipe: the value of `--fp8-recipe` or `--fp4-recipe`.
+    """
+
+    kind: str = ""
+    format: str = ""
+    recipe: str = ""
+
+    @classmethod
+    def of(cls, config: Any) -> Self:
+        """Return the precision that a run has by default, from Megatron's TransformerConfig."""
+        for kind in ("fp8", "fp4"):
+            if number_format := getattr(config, kind, None):
+                recipe = getattr(config, f"{kind}_recipe", "")
+                return cls(kind, str(number_format), str(getattr(recipe, "value", recipe)))
+        return cls()
+
+    @property
+    def flags(self) -> str:
+        """Megatron's flags that make it the run's own precision; empty for BF16."""
+        if not self.kind:
+            return ""
+        return f"--{self.kind}-format {self.format} --{self.kind}-recipe {self.recipe}"
+
+    def fields(self) -> dict[str, str]:
+        """Return the fields of Megatron's TEQuantizationRecipe that ask for it."""
+        fields = {f"{self.kind}_quantization_recipe": self.recipe}
+        return fields if self.kind == "fp4" else {**fields, "fp8_format": self.format}
+
+
+BF16_RUN = RunPrecision()
+"""No low precision."""
+
+
+class Setting(NamedTuple):
+    """An environment variable that changes what a recipe of Transformer Engine does.
+
+    Attributes:
+        variable: its name.
+        values: the values that change the recipe; any other value leaves it as it is.
+        effect: what they do, as messages show it.
+        changes: the fields of the recipe's `Format` that they change; None if the statistics cannot
+            be measured in this way.
+    """
+
+    variable: str
+    values: tuple[str, ...]
+    effect: str
+    changes: Mapping[str, Any] | None = None
+
+    def is_active(self, environment: Mapping[str, str]) -> bool:
+        """Return whether the environment changes the recipe."""
+        return environment.get(self.variable, "") in self.values
+
+
+@dataclass(frozen=True)
+class GemmRecipe:
+    """One precision that Transformer Engine can run a GEMM in.
+
+    Attributes:
+        text: tiles and scales, as messages and tables show them.
+        formats: formats of a plan that it stands for; the last one names what really runs.
+        quantization: how it quantizes; the statistics quantize in the same way.
+        run: Megatron's name of it.
+        recipe_class: the class of Transformer Engine's recipe.
+        gemms: what its GEMMs are called.
+        gpus: compute capabilities with such tensor cores, `9.0` or `10.x`. A run whose own
+            precision it is has it on any GPU.
+        check: method of FP8GlobalStateManager that returns (available, reason).
+        per_gemm: whether a linear can combine it with other recipes.
+        has_history: whether its scales come from the magnitudes of earlier iterations, which
+            Transformer Engine keeps for the run's own recipe only.
+        converter: what torchtitan calls the format.
+        dim_multiple: what both dimensions of a weight's shard and a dense linear's tokens must be
+            multiples of: each is the contraction of one GEMM (16 bytes for tensor cores; MXFP8's
+            tiles have 32).
+        token_multiple: what an expert's tokens must be multiples of. Megatron pads to 128 for FP4,
+            because the Hadamard transform and the scale layout work in complete groups.
+        settings: the environment variables that change it.
+    """
+
+    text: str
+    formats: tuple[str, ...]
+    quantization: Format
+    run: RunPrecision = BF16_RUN
+    recipe_class: str = ""
+    gemms: str = ""
+    gpus: tuple[str, ...] = ()
+    check: str = ""
+    per_gemm: bool = True
+    has_history: bool = False
+    converter: str = ""
+    dim_multiple: int = 1
+    token_multiple: int = 1
+    settings: tuple[Setting, ...] = ()
+
+    @property
+    def is_fp4(self) -> bool:
+        """Whether its tensor cores multiply FP4."""
+        return self.run.kind == "fp4"
+
+    def hybrid(self) -> "GemmRecipe":
+        """Return it with E5M2 gradients, which `--fp8-format hybrid` asks for."""
+        return replace(
+            self,
+            text=f"{self.text}, E5M2 gradients",
+            formats=tuple(name if name == "fp8" else f"{name}_hybrid" for name in self.formats),
+            quantization=self.quantization.hybrid(),
+            run=self.run._replace(format="hybrid"),
+        )
+
+
+_BLOCKWISE = GemmRecipe(
+    text="1x128 tiles, 128x128 weight blocks, power-of-two scales",
+    formats=("fp8", "fp8_blockwise"),
+    quantization=FORMATS["fp8_blockwise"],
+    run=RunPrecision("fp8", "e4m3", "blockwise"),
+    recipe_class="Float8BlockScaling",
+    gemms="FP8 GEMMs in blocks",
+    gpus=("9.0",),
+    check="is_fp8_block_scaling_available",
+    converter="float8",
+    dim_multiple=16,
+    token_multiple=16,
+    settings=(
+        Setting(
+            variable="NVTE_FP8_BLOCK_SCALING_FP32_SCALES",
+            values=("1",),
+            effect="FP32 scales",
+            changes={"scale": ScaleType.FP32},
+        ),
+    ),
+)
+_MXFP8 = GemmRecipe(
+    text="1x32 tiles, power-of-two scales",
+    formats=("fp8", "mxfp8"),
+    quantization=FORMATS["mxfp8"],
+    run=RunPrecision("fp8", "e4m3", "mxfp8"),
+    recipe_class="MXFP8BlockScaling",
+    gemms="MXFP8 GEMMs",
+    gpus=("10.x",),
+    check="is_mxfp8_available",
+    converter="mxfp8",
+    dim_multiple=32,
+    token_multiple=32,
+)
+_TENSORWISE = GemmRecipe(
+    text="current scaling, one scale per tensor",
+    formats=("fp8", "fp8_tensorwise"),
+    quantization=FORMATS["fp8_tensorwise"],
+    run=RunPrecision("fp8", "e4m3", "tensorwise"),
+    recipe_class="Float8CurrentScaling",
+    gemms="FP8 GEMMs",
+    gpus=("8.9", "9.0", "10.x", "12.x"),
+    check="is_fp8_available",
+    converter="float8",
+    dim_multiple=16,
+    token_multiple=16,
+    settings=(
+        Setting(
+            variable="NVTE_FP8_CURRENT_SCALING_POWER_2_SCALES",
+            values=("1",),
+            effect="power-of-two scales",
+        ),
+    ),
+)
+_DELAYED = replace(
+    _TENSORWISE,
+    text="delayed scaling, one scale per tensor from the history of its largest magnitudes",
+    formats=("fp8",),
+    quantization=replace(FORMATS["fp8_tensorwise"], name="fp8_delayed", scale=ScaleType.DELAYED),
+    run=RunPrecision("fp8", "e4m3", "delayed"),
+    recipe_class="DelayedScaling",
+    gpus=(),
+    per_gemm=False,
+    has_history=True,
+    settings=(),
+)
+_NVFP4 = GemmRecipe(
+    text="1x16 tiles, 16x16 weight blocks, random Hadamard transform in wgrad",
+    formats=("fp4", "nvfp4_2d_rht", "nvfp4"),
+    quantization=FORMATS["nvfp4_2d_rht"],
+    run=RunPrecision("fp4", "e2m1", "nvfp4"),
+    recipe_class="NVFP4BlockScaling",
+    gemms="NVFP4 GEMMs",
+    gpus=("10.x", "12.x"),
+    check="is_nvfp4_available",
+    converter="nvfp4",
+    dim_multiple=32,
+    token_multiple=128,
+    settings=(
+        Setting(
+            variable="NVTE_NVFP4_DISABLE_RHT",
+            values=("1",),
+            effect="no rotation",
+            changes={"wgrad_hadamard": 0},
+        ),
+        Setting(
+            variable="NVTE_NVFP4_DISABLE_2D_QUANTIZATION",
+            values=("1",),
+            effect="1x16 weight tiles",
+            changes={"weight_block": (1, 16)},
+        ),
+        Setting(
+            variable="NVTE_NVFP4_DISABLE_STOCHASTIC_ROUNDING",
+            values=("1",),
+            effect="gradients rounded to nearest",
+            changes={"stochastic_grad": False},
+        ),
+        Setting(
+            variable="NVTE_NVFP4_ROW_SCALED_ACTIVATION",
+            values=("1",),
+            effect="one FP32 scale per token",
+        ),
+        Setting(
+            variable="NVTE_NVFP4_4OVER6",
+            values=("weights", "activations", "all"),
+            effect="blocks scaled to 4 or 6, whichever is closer",
+        ),
+    ),
+)
+
+RECIPES = {
+    "bf16": GemmRecipe(text="as Megatron runs it", formats=("bf16",), quantization=FORMATS["bf16"]),
+    "blockwise": _BLOCKWISE,
+    "mxfp8": _MXFP8,
+    "tensorwise_hybrid": _TENSORWISE.hybrid(),
+    "tensorwise": _TENSORWISE,
+    "delayed_hybrid": _DELAYED.hybrid(),
+    "delayed": _DELAYED,
+    "blockwise_hybrid": _BLOCKWISE.hybrid(),
+    "mxfp8_hybrid": _MXFP8.hybrid(),
+    "nvfp4": _NVFP4,
+}
+"""Transformer Engine's recipes by name, the best first: in a BF16 run a format means the first of
+its recipes that the GPU has, in other runs the run's own if that is one of them."""
+
+
+def recipe_of(run: RunPrecision) -> str:
+    """Return the name in `RECIPES` of a precision of Megatron's; empty if it is none of them."""
+    return next((name for name, recipe in RECIPES.items() if recipe.run == run), "")
