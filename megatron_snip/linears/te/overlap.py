@@ -14,6 +14,7 @@ import sys
 from typing import Any
 
 from megatron_snip.linears.te.recipe import BF16_RECIPE, TERecipe
+from megatron_snip.linears.te.recipe_table import RECIPES
 
 _BASE = "transformer_engine.pytorch.module.base"
 _FLAGS = (
@@ -48,7 +49,7 @@ def _has_buffer(recipe: TERecipe) -> bool:
     mode = None
     if recipe == BF16_RECIPE:
         mode = "NONE"
-    elif recipe.is_uniform and recipe.fprop.startswith(("tensorwise", "delayed", "mxfp8")):
+    elif recipe.is_uniform and RECIPES[recipe.fprop].has_overlap_buffer:
         mode = "FP8"
     buffers = getattr(sys.modules.get(_BASE), "_ub_communicators", None) or ()
     return any(getattr(found, "name", None) == mode for _, found in buffers)

@@ -90,6 +90,8 @@ class GemmRecipe:
         per_gemm: whether a linear can combine it with other recipes.
         has_history: whether its scales come from the magnitudes of earlier iterations, which
             Transformer Engine keeps for the run's own recipe only.
+        has_overlap_buffer: whether Transformer Engine's FP8 buffers for `--tp-comm-overlap` hold
+            its operands.
         converter: what torchtitan calls the format.
         dim_multiple: what both dimensions of a weight's shard and a dense linear's tokens must be
             multiples of: each is the contraction of one GEMM (16 bytes for tensor cores; MXFP8's
@@ -109,6 +111,7 @@ class GemmRecipe:
     check: str = ""
     per_gemm: bool = True
     has_history: bool = False
+    has_overlap_buffer: bool = False
     converter: str = ""
     dim_multiple: int = 1
     token_multiple: int = 1
@@ -160,6 +163,7 @@ _MXFP8 = GemmRecipe(
     gemms="MXFP8 GEMMs",
     gpus=("10.x",),
     check="is_mxfp8_available",
+    has_overlap_buffer=True,
     converter="mxfp8",
     dim_multiple=32,
     token_multiple=32,
@@ -173,6 +177,7 @@ _TENSORWISE = GemmRecipe(
     gemms="FP8 GEMMs",
     gpus=("8.9", "9.0", "10.x", "12.x"),
     check="is_fp8_available",
+    has_overlap_buffer=True,
     converter="float8",
     dim_multiple=16,
     token_multiple=16,
