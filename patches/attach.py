@@ -123,8 +123,9 @@ def make_writers(
 
     def open_files() -> None:
         megatron = {k: v for k, v in sorted(vars(args).items()) if type(v) in _YAML_TYPES}
-        path, resumes = _directory(config, args), getattr(args, "iteration", 0)
         settings = {"snip": dump, "megatron": megatron}
+        path = _directory(config, args)
+        resumes = bool(getattr(args, "iteration", 0))
         writers.append(open_run(path, settings, "continue" if resumes else "archive"))
         logger.info("snip: plans, problems and metrics go to %s", path)
 

@@ -34,7 +34,8 @@ class _HighPrecision:
 )
 def freed_inputs(call: Call, session: Session) -> Any:
     """Return whether the input of a layer's part is freed."""
-    controller, given = session.controller, call.arguments
+    controller = session.controller
+    given = call.arguments
     is_changed = controller is not None and not controller.model.experts_run_as_the_job
     if is_changed and given["name"] == EXPERTS_PART:
         given["config"] = _HighPrecision(given["config"])

@@ -34,10 +34,12 @@ def full_iteration(call: Call, session: Session) -> Any:
     """Run a step of training or validation, as a graph or without one."""
     if session.graphs is None:
         return call.run()
-    wrapper, kwargs = call.arguments["self"], call.arguments["kwargs"]
+    wrapper = call.arguments["self"]
+    kwargs = call.arguments["kwargs"]
     controller = session.controller
     runs_twice = controller is not None and controller.evaluates_twice
     if runs_twice and session.evaluating is not None and kwargs["forward_only"]:
+        # One graph holds one precision, and this evaluation runs in two.
         return wrapper.forward_backward_func(**kwargs)
     return session.graphs.run_full_iteration(wrapper, kwargs, call.run)
 
@@ -81,8 +83,10 @@ class Graphs:
 
     model: PlannedModel
     was_slow: bool = False
-    _full: dict[str, tuple[int, bool]] = field(default_factory=dict)
-    _layers: dict[Any, dict[str, int]] = field(default_factory=dict)
+    # Of a full iteration, by stage: (how often options had changed, whether it ran in BF16).
+    _captured_plan: dict[str, tuple[int, bool]] = field(default_factory=dict)
+    # Of layers, by TECudaGraphHelper: captured linear -> how often its option had changed.
+    _captured_linears: dict[Any, dict[str, int]] = field(default_factory=dict)
 
     @property
     def is_measuring(self) -> bool:
@@ -103,7 +107,7 @@ class Graphs:
                 self._gather_parameters_again()
             return wrapper.forward_backward_func(**kwargs)
         plan = (self.model.changes.total(), self.model.runtime.in_bf16)
-        if wrapper.cuda_graph[stage] is not None and self._full.get(stage) != plan:
+        if wrapper.cuda_graph[stage] is not None and self._captured_plan.get(stage) != plan:
             _reset(wrapper, stage)
             self._gather_parameters_again()
             self._log(f"the graph of the {stage} step is dropped: the plan has changed")
@@ -112,22 +116,23 @@ class Graphs:
         results = run()
         self.was_slow |= not was_captured
         if wrapper.cuda_graph[stage] is not None and not was_captured:
-            self._full[stage] = plan
+            self._captured_plan[stage] = plan
             seconds = time.perf_counter() - begin
             self._log(f"captured the {stage} step as a CUDA graph in {seconds:.3g} s")
         return results
 
     def capture(self, helper: Any, run: Callable[[], Any]) -> Any:
         """All ranks: capture the layers of a `TECudaGraphHelper`."""
-        begin, ran = time.perf_counter(), set[str]()
+        begin = time.perf_counter()
+        ran: set[str] = set()
         with ExitStack() as stack:
             for linear in self.model.linears:
-                note = _note(ran, linear)
-                stack.callback(linear.module.register_forward_pre_hook(note).remove)
+                hook = linear.module.register_forward_pre_hook(_capture_hook(linear, ran))
+                stack.callback(hook.remove)
             result = run()
         control = self.model.runtime.topology.control
         names = {name for rank in gather_json(sorted(ran), control) for name in rank}
-        self._layers[helper] = {name: self.model.changes[name] for name in names}
+        self._captured_linears[helper] = {name: self.model.changes[name] for name in names}
         self.was_slow = True
         seconds = time.perf_counter() - begin
         self._log(f"captured layers with {len(names)} planned linears in {seconds:.3g} s")
@@ -140,8 +145,10 @@ class Graphs:
             helpers: each `TECudaGraphHelper` with the arguments that it was made from.
         """
         for helper, arguments in helpers.items():
-            if changed := self._changed(helper):
-                self._log(f"capturing layers again: {changed} captured linears have a new option")
+            if num_changed := self._num_changed(helper):
+                self._log(
+                    f"capturing layers again: {num_changed} captured linears have a new option"
+                )
                 helper.delete_cuda_graphs()
                 helper.__init__(**arguments)  # a capture changes the counts that it starts from
                 with _without_gather_hooks(helper.model) as had_hooks:
@@ -151,17 +158,22 @@ class Graphs:
 
     def run_step(self, schedule: Callable[..., Any], **kwargs: Any) -> Any:
         """All ranks: run Megatron's schedule, without the layers' graphs where it must be eager."""
-        helpers = [h for h in self._layers if self.is_measuring or self._changed(h)]
-        self.was_slow |= bool(helpers)
+        eager = [
+            helper
+            for helper in self._captured_linears
+            if self.is_measuring or self._num_changed(helper)
+        ]
+        self.was_slow |= bool(eager)
         with ExitStack() as stack:
-            for layer in (layer for helper in helpers for layer in helper.flattened_callables):
-                stack.callback(setattr, layer, "cuda_graphs", layer.cuda_graphs)
-                layer.cuda_graphs = []
+            for helper in eager:
+                for layer in helper.flattened_callables:
+                    stack.callback(setattr, layer, "cuda_graphs", layer.cuda_graphs)
+                    layer.cuda_graphs = []
             return schedule(**kwargs)
 
     def forget(self, helper: Any) -> None:
         """Forget graphs that are about to be deleted."""
-        self._layers.pop(helper, None)
+        self._captured_linears.pop(helper, None)
 
     def _gather_parameters_again(self) -> None:
         """Let the next eager forward gather parameters (`--overlap-param-gather`).
@@ -174,12 +186,12 @@ class Graphs:
                 for group in getattr(chunk, name, ()):
                     group.param_gather_dispatched = False
 
-    def _changed(self, helper: Any) -> int:
+    def _num_changed(self, helper: Any) -> int:
         """Return how many linears have changed since the helper captured them.
 
         A linear that was changed back counts: its quantized weights lie in other memory.
         """
-        captured = self._layers.get(helper, {})
+        captured = self._captured_linears.get(helper, {})
         return sum(self.model.changes[name] != number for name, number in captured.items())
 
     def _log(self, text: str) -> None:
@@ -187,15 +199,17 @@ class Graphs:
             logger.info("snip: iteration %d: %s", self.model.runtime.iteration, text)
 
 
-def _note(ran: set[str], linear: SimulatedLinear | RecipeTELinear) -> Callable[..., None]:
-    """Return a hook that runs before a linear's forward."""
+def _capture_hook(
+    linear: SimulatedLinear | RecipeTELinear, captured: set[str]
+) -> Callable[..., None]:
+    """Return a hook for a linear's forward while layers are captured; it notes the linear."""
 
-    def note(module: Any, args: Any) -> None:
-        ran.add(linear.name)
+    def before_forward(module: Any, args: Any) -> None:
+        captured.add(linear.name)
         if isinstance(linear, RecipeTELinear):
             linear.prepare_capture()
 
-    return note
+    return before_forward
 
 
 def _reset(wrapper: Any, stage: str) -> None:

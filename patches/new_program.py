@@ -29,8 +29,10 @@ def keep_in_new_program(start: Sequence[str], flags: Sequence[str]) -> Callable[
         @wraps(original)
         def execute(path: Any, args: Sequence[Any], *environment: Any) -> Any:
             words = [os.fsdecode(word) for word in args]
+            # Where the script's name stands; 0 is Python's, and means that it does not.
             place = next((i for i, x in enumerate(words) if i and Path(x).resolve() == script), 0)
-            if place and not set(start) & set(words[:place]):
+            has_snip = set(start) & set(words[:place])
+            if place and not has_snip:
                 words = [*words[:place], *start, *words[place:], *flags]
             return original(path, words, *environment)
 

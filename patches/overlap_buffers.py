@@ -17,7 +17,7 @@ def both_buffers(call: Call, session: Session) -> Any:
     if modes and session.makes_plans:
         others = [mode for mode in type(modes[0]) if mode not in modes]
         settings = call.arguments.get("ub_cfgs")
-        if isinstance(settings, list):
+        if isinstance(settings, list):  # one for each mode; else one serves all
             call.arguments["ub_cfgs"] = settings + [settings[-1] for _ in others]
         call.arguments["quantization_modes"] = [*modes, *others]
     return call.run()

@@ -119,7 +119,8 @@ class Session:
 
     def end(self) -> None:
         """Close the controller, if there is one, and forget the training run."""
-        controller, self.controller = self.controller, None
+        controller = self.controller
+        self.controller = None
         self.loaded_state = None
         self.graphs = None
         self.graph_helpers.clear()
@@ -203,14 +204,18 @@ class Patch:
             function: Callable[..., Any] = getattr(owner, name)
         except (ImportError, AttributeError) as error:
             absent = error.name if isinstance(error, ModuleNotFoundError) else None
+            # Megatron is there and lacks a package that it imports itself.
             if absent is not None and absent.partition(".")[0] != "megatron":
                 raise UnsupportedError(
                     f"cannot import {self.module} of {self.package.release} ({error}); "
                     "run pip install 'megatron-snip[megatron]'"
                 ) from None
-            hint = "; megatron.training is in a Megatron-LM checkout and in the wheel from 0.17 on"
-            found = f"has no {self.target} ({error})"
-            raise self.unsupported(found, "" if absent is None else hint) from None
+            hint = ""
+            if absent is not None:
+                hint = (
+                    "; megatron.training is in a Megatron-LM checkout and in the wheel from 0.17 on"
+                )
+            raise self.unsupported(f"has no {self.target} ({error})", hint) from None
         parameters = inspect.signature(function).parameters
         any_keyword = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
         missing = [name for name in self.needs if name not in parameters and not any_keyword]
@@ -285,7 +290,7 @@ class Registry:
         self.patches = tuple(patches)
         self.session = Session()
         self._installed: dict[str, Callable[[], None]] = {}
-        self._pending: list[Callable[[], None]] = []
+        self._uninstall_actions: list[Callable[[], None]] = []
 
     def install(self, asked: Collection[Mode], patches: Sequence[Patch] | None = None) -> None:
         """Install the patches that are asked for; those that are installed stay as they are.
@@ -310,18 +315,20 @@ class Registry:
                 )
         for p, owner, function in found:
             if p.handler is not None:
-                name, wrapper = p.attribute.rpartition(".")[2], p.wrapper(function, self.session)
+                name = p.attribute.rpartition(".")[2]
+                wrapper = p.wrapper(function, self.session)
                 self._installed[p.target] = replace_attribute(owner, name, wrapper)
 
     def on_uninstall(self, action: Callable[[], None]) -> None:
         """Call `action` at `uninstall`: it forgets what waits to be installed."""
-        self._pending.append(action)
+        self._uninstall_actions.append(action)
 
     def uninstall(self) -> None:
         """End the session and restore the objects that `install` replaced."""
         self.session.end()
-        while self._pending:
-            self._pending.pop()()
+        while self._uninstall_actions:
+            action = self._uninstall_actions.pop()
+            action()
         for undo in reversed(self._installed.values()):
             undo()
         self._installed.clear()

@@ -22,7 +22,8 @@ def run_step(call: Call, session: Session, iteration: int) -> Any:
         session: of the process.
         iteration: 1-based.
     """
-    controller, graphs = session.controller, session.graphs
+    controller = session.controller
+    graphs = session.graphs
     if controller is None or graphs is None:
         return call.run()
     graphs.was_slow = False
