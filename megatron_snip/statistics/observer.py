@@ -120,14 +120,14 @@ class StepObserver:
         self._rotation = next(filter(needs_tensor_amax, rotating), None)
         self._num_forwards: dict[Placement, int] = defaultdict(int)
         self._own = RankSums()
-        self._seen: set[Placement] = set()
+        self._update_is_counted: set[Placement] = set()
         self._draw = cache(partial(draw_sample, settings))  # a microbatch's tokens, for all linears
 
     def restart(self) -> None:
         """Forget what was observed: the training pass is repeated."""
         self._num_forwards.clear()
         self._own = RankSums()
-        self._seen.clear()
+        self._update_is_counted.clear()
 
     def observe(
         self,
@@ -369,10 +369,13 @@ class StepObserver:
         """Return the statistics of one microbatch that are known without measuring, by column."""
         counted = {"microbatches": share, "tokens": float(sample.num_tokens)}
         # A weight's update is counted once: not for every microbatch and data rank.
-        if placement not in self._seen and self._topology.data_axis(placement).rank == 0:
+        if (
+            placement not in self._update_is_counted
+            and self._topology.data_axis(placement).rank == 0
+        ):
             sensitivity = self._sensitivities.get(placement)
             counted["update_square"] = 0.0 if sensitivity is None else sensitivity.update_square
-        self._seen.add(placement)
+        self._update_is_counted.add(placement)
         return counted
 
     def _tensor_numbers(

@@ -125,7 +125,8 @@ def reduce_sums(
     # The experts of a layer count each token `num_active` times.
     batch_tokens = max((row["tokens"] / info.num_active for info, row in pairs), default=0.0)
     decoded = [
-        _linear(info, row, settings.formats, grad_scale, batch_tokens) for info, row in pairs
+        _linear_statistics(info, row, settings.formats, grad_scale, batch_tokens)
+        for info, row in pairs
     ]
     statistics = StatisticsTable(settings.iteration, loss, tuple(decoded))
     health = make_health_table(
@@ -145,7 +146,7 @@ def _fill(table: Tensor, rows: Mapping[K, Tensor], keys: Sequence[K]) -> None:
         table[[index[key] for key in rows]] = torch.stack(list(rows.values())).cpu()
 
 
-def _linear(
+def _linear_statistics(
     info: LinearInfo,
     row: Mapping[str, float],
     formats: Iterable[str],
