@@ -111,7 +111,8 @@ class RunDirectory:
             # Line buffered: a killed run never leaves half a line for the next one to append to.
             self._metrics = (self.path / "metrics.jsonl").open("a", buffering=1, encoding="utf-8")
         self._last_row = row
-        self._last_row_start = self._metrics.tell()
+        # Not `tell`: it does not know what `_complete_last_row` added.
+        self._last_row_start = self._metrics.seek(0, os.SEEK_END)
         self._metrics.write(json.dumps(without_nan(row)) + "\n")
 
     def _complete_last_row(self, values: dict[str, Any]) -> None:

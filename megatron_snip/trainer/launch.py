@@ -135,7 +135,7 @@ def launch(config: TrainConfig, num_ranks: int) -> int:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
     ranks: list[subprocess.Popen[bytes]] = []
     with _unnamed_file() as settings, contextlib.ExitStack() as files:
-        settings.write(json.dumps(config.model_dump(mode="json")).encode())
+        settings.write(settings_of_ranks(config))
         reports = [files.enter_context(_unnamed_file()) for _ in range(num_ranks)]
         try:
             for rank, report in enumerate(reports):
@@ -198,6 +198,14 @@ def _unnamed_file() -> FileIO:
 def _read_whole(descriptor: int) -> bytes:
     """Return a file's content; its position, which processes share, stays."""
     return os.pread(descriptor, os.fstat(descriptor).st_size, 0)
+
+
+def settings_of_ranks(config: TrainConfig) -> bytes:
+    """Return what every rank reads, JSON.
+
+    Defaults are left out: a run lowers a target that is out of reach, but not one that was given.
+    """
+    return json.dumps(config.model_dump(mode="json", exclude_unset=True)).encode()
 
 
 def _start_rank(

@@ -99,6 +99,17 @@ def test_evaluations_after_training_complete_the_last_line(tmp_path: Path) -> No
     assert second == {"iteration": 2, "loss": 2.0, "wall_s": second["wall_s"], **added}
 
 
+def test_each_line_is_completed_where_evaluations_come_between_iterations(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path)
+    for iteration in (1, 2, 3):
+        run.write(Event(iteration, Metrics({"loss": 2.0})))
+        added = Metrics({"final_validation_loss": 1.0 * iteration}, is_addition=True)
+        run.write(Event(iteration, added))
+    run.close()
+    found = [(row["iteration"], row["final_validation_loss"]) for row in rows(run.path)]
+    assert found == [(1, 1.0), (2, 2.0), (3, 3.0)]
+
+
 def test_a_resumed_run_appends_and_writes_its_plan_only_where_it_is_missing(tmp_path: Path) -> None:
     resumed = applied(SHAPE, PLAN, num_changed=0, resumed=True)
     first = RunDirectory(tmp_path / "same")

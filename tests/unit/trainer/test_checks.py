@@ -25,7 +25,7 @@ from megatron_snip.trainer.checkpoint import (
     resume_iteration,
 )
 from megatron_snip.trainer.config import TrainConfig, make_train_config
-from megatron_snip.trainer.launch import is_rank, launch
+from megatron_snip.trainer.launch import is_rank, launch, settings_of_ranks
 from megatron_snip.trainer.session import check_run, run_directories
 
 
@@ -314,3 +314,10 @@ def test_variables_that_a_launcher_left_are_refused(
 def test_thousands_of_ranks_are_not_started() -> None:
     with pytest.raises(UsageError, match="100000 ranks on one machine; at most 1024"):
         launch(TrainConfig(), 100_000)
+
+
+def test_ranks_know_which_settings_were_given() -> None:
+    config = make_train_config({"num_layers": 2, "snip": {"formats": "bf16,fp8-bf16-bf16"}})
+    of_rank = make_train_config(json.loads(settings_of_ranks(config)))
+    assert of_rank == config
+    assert "efficiency_target" not in of_rank.snip.model_fields_set  # so the run may lower it
