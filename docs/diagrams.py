@@ -192,7 +192,7 @@ def life() -> Diagram:
         x = 20 + 220 * number
         picture.box(x, 20, 190, 50, [name, detail], color)
         picture.arrow((x + 95, 70), (x + 95, 100))
-    picture.box(20, 100, 850, 50, ["plans: the first plan", "made to fit pins, formats, linears"])
+    picture.box(20, 100, 850, 50, ["plans: the first plan", "fitting: pins, formats, linears"])
     picture.arrow((445, 150), (445, 190))
     picture.box(
         330, 190, 230, 60, ["controller: the current plan", "linears run its options"], GREEN

@@ -22,7 +22,7 @@ from megatron_snip.planning.planner import make_plan
 from megatron_snip.planning.policies import POLICIES, get_policy
 from megatron_snip.planning.problem import PlanningProblem
 from megatron_snip.planning.settings import PlanSettings
-from megatron_snip.run.plans import healing_problem
+from megatron_snip.run.healing import healing_problem
 from megatron_snip.statistics.records import LinearStatistics, StatisticsTable
 from megatron_snip.types import Gemm
 

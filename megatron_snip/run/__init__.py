@@ -3,7 +3,11 @@
 controller    the order of an iteration: apply a due plan, observe, run under the guard, plan
 schedule      which iterations measure, and when a new target may be planned for
 observation   one measurement, from the first part of the linears to the planning problem
-plans         the first plan, plans from elsewhere, healing, what the linears can run
+plans         which plan a run starts with, or resumes with
+fitting       plans and problems from elsewhere, made to fit the settings and linears of this run
+feasibility   settings that no plan satisfies, and the default target that one can reach
+plan_file     a plan file that contradicts other settings, or ran by other recipes
+healing       the order in which GEMMs return to high precision
 solve         the problem that rank 0's solver works on
 guard         runs an iteration, again under another plan if the loss demands it
 step          the forward-backward call itself: its data, loss and gradients

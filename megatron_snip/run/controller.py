@@ -41,9 +41,11 @@ from megatron_snip.planning.solver_process import SolverProcess
 from megatron_snip.reporting.events import Event, Metrics, PlanApplied, Reporter, Writer
 from megatron_snip.run.alerts import Alerts
 from megatron_snip.run.guard import Guard, Outcome
+from megatron_snip.run.healing import healing_problem, heals_in_order
 from megatron_snip.run.metrics import StepMetrics
 from megatron_snip.run.observation import MIN_OPTIMIZER_STEPS, Observations, observing
-from megatron_snip.run.plans import FirstPlan, RunPlans, recipe_changes
+from megatron_snip.run.plan_file import recipe_changes
+from megatron_snip.run.plans import FirstPlan, PlanSource, RunPlans
 from megatron_snip.run.schedule import Schedule
 from megatron_snip.run.solve import PendingProblem, Solve
 from megatron_snip.run.state import ControllerState, reported_settings
@@ -111,51 +113,49 @@ class SnipController:
         """
         topology = current_topology() if topology is None else topology
         config = resolve_formats(config, model, topology.control)
-        self.config = config
         self.model = PlannedModel(model, topology, seed, config.backend, microbatch_tokens)
+        self._plans = RunPlans(config, self.model, train_iters, calibration_cache)
+        self.config = self._plans.config
         self.metrics = StepMetrics(topology)
         self._control = topology.control
         self._reporter = Reporter(writers, logs=topology.rank == 0)
-        self._plans = RunPlans(config, self.model, train_iters, calibration_cache)
-        self.config = config = self._plans.config
-        available = self._plans.available
-        for text in available.warnings:
+        for text in self._plans.available.warnings:
             self._reporter.warn(text)
-        self._schedule = Schedule(config)
-        self._observations = Observations(config, self.model, available, optimizer)
-        is_guarded = config.guard and self._schedule.makes_plans
-        sigmas = config.guard_sigmas if is_guarded else None
-        self._guard = Guard(sigmas, self.model, optimizer, self._plans.fallback)
-        self._alerts = Alerts(config.alerts)
-        if topology.rank == 0 and self._schedule.makes_plans:
-            solver = solver or SolverProcess()
-        else:
-            solver = None
-        settings = PlanSettings(**config.planning_values(), seed=seed)
-        self._solve = Solve(settings, self._control, solver)
-        # Evaluations, and the mean seconds of ordinary iterations under the current plan, wait here
-        # for the next report.
-        self._evaluated: dict[str, Any] = {}
-        self._evaluations: Counter[str] = Counter()  # since the last iteration began
+        self._make_owners(optimizer, seed, solver)
+        self._warn_if_nothing_is_measured(train_iters)
+
+        # Where training is.
         self._iteration = 0 if state is None else state.iteration  # that began last
         self._is_in_iteration = False
         self._has_trained = False
-        self._step_s: list[float] = []
+        # What the next report says beside an iteration's metrics.
+        self._evaluated: dict[str, Any] = {}
+        self._evaluations: Counter[str] = Counter()  # since the last iteration began
+        self._step_s: list[float] = []  # of ordinary iterations under the current plan
         self._is_ordinary = False  # whether the current iteration's seconds are those of the plan
-        self._warn_if_nothing_is_measured(train_iters)
 
         first = self._plans.first_plan(state, seed)
         self.plan = first.plan
         self.history: list[tuple[int, str]] = []
-        self._planned_target: float | None = None
         if state is not None:
             self._load(state)
-        # Without measurements there is nothing to plan from when the target changes.
-        if self._schedule.is_static or self._observations.mean is not None:
-            former = None if state is None else state.target
-            self._planned_target = self.plan.target if former is None else former
+        self._planned_target = self._first_planned_target(state)
         self.model.install()
         self._start(state, first)
+
+    def _make_owners(self, optimizer: Any, seed: int, solver: SolverProcess | None) -> None:
+        """All ranks: make the parts of the controller that keep a state of their own."""
+        config = self.config
+        self._schedule = Schedule(config)
+        self._observations = Observations(config, self.model, self._plans.available, optimizer)
+        is_guarded = config.guard and self._schedule.makes_plans
+        sigmas = config.guard_sigmas if is_guarded else None
+        self._guard = Guard(sigmas, self.model, optimizer, self._plans.fallback)
+        self._alerts = Alerts(config.alerts)
+        has_solver = self.model.runtime.topology.rank == 0 and self._schedule.makes_plans
+        settings = PlanSettings(**config.planning_values(), seed=seed)
+        solver = (solver or SolverProcess()) if has_solver else None
+        self._solve = Solve(settings, self._control, solver)
 
     @property
     def format_shares(self) -> dict[str, float]:
@@ -316,9 +316,20 @@ class SnipController:
         self._alerts.load_state_dict(state.alerts)
         guard = state.guard
         if guard is not None and guard.good is not None:
-            good, _ = self._plans.fitted(guard.good)
+            good, _ = self._plans.fitting.plan(guard.good)
             guard = guard.model_copy(update={"good": good})
         self._guard.load_state_dict(guard)
+
+    def _first_planned_target(self, state: ControllerState | None) -> float | None:
+        """Return the target for which the first plan counts; another one is planned for anew.
+
+        None where there are no measurements to plan from.
+        """
+        if not self._schedule.is_static and self._observations.mean is None:
+            return None
+        if state is None or state.target is None:
+            return self.plan.target
+        return state.target
 
     def _start(self, state: ControllerState | None, first: FirstPlan) -> None:
         """All ranks: apply and report the first plan; continue with what was being solved."""
@@ -329,34 +340,27 @@ class SnipController:
         num_done = 0 if state is None else state.iteration
         if state is not None and not is_resumed:
             self.history.append((num_done + 1, self.plan.digest))
-            former, _ = self._plans.fitted(state.plan)  # what the guard may fall back to
+            # What the guard may fall back to.
+            former, _ = self._plans.fitting.plan(state.plan)
             self._guard.plan_changed(former)
         # A first plan of BF16 that the first refresh replaces is not worth a line.
         if num_changed or self.history or not self._schedule.makes_plans:
             self._report_plan(num_done + 1, num_changed, resumed=is_resumed)
         for text in self._differences(state, first):
             self._reporter.warn(text)
-        if state is None or not self._schedule.makes_plans:
-            return
-        with self._keeping_plan(num_done):
-            if first.replans and self._observations.is_measured:
-                self._plan_at_once(num_done)
-            elif first.continues and state.solve is not None:
-                pending = self._plans.adapted_pending(state.solve, num_done)
-                self._solve.load_state_dict(pending, self.plan)
+        if state is not None and self._schedule.makes_plans:
+            with self._keeping_plan(num_done):
+                self._continue_planning(state, first)
 
     def _differences(self, state: ControllerState | None, first: FirstPlan) -> list[str]:
         """Return lines that say what is not as in the stopped run or in the plan file."""
-        settings = []
-        if state is not None:
-            settings = state.changes(self._reported_settings())
-        if not settings:
-            changes = [*first.changes, *self._recipe_changes()]
-            return [f"{self.plan.label}: {text}" for text in changes]
-        texts = [*settings, *first.changes]
-        if first.replans and not self._observations.is_measured:
-            texts.append("the next refresh plans with them")
-        return [f"this run resumes with other settings: {'; '.join(texts)}"]
+        settings = [] if state is None else state.changes(self._reported_settings())
+        if settings:
+            texts = [*settings, *first.changes]
+            if first.is_outdated and not self._observations.is_measured:
+                texts.append("the next refresh plans with them")
+            return [f"this run resumes with other settings: {'; '.join(texts)}"]
+        return [f"{self.plan.label}: {text}" for text in (*first.changes, *self._recipe_changes())]
 
     def _reported_settings(self) -> dict[str, str]:
         recipes = self.model.recipes(self.config.named_formats)
@@ -368,12 +372,21 @@ class SnipController:
             return []
         return recipe_changes(self.config.plan_file, self.model)
 
+    def _continue_planning(self, state: ControllerState, first: FirstPlan) -> None:
+        """All ranks: plan for new settings, or solve the stopped run's problem again."""
+        if first.is_outdated:
+            if self._observations.is_measured:
+                self._plan_at_once(state.iteration)
+        elif first.source is PlanSource.CHECKPOINT and state.solve is not None:
+            pending = self._plans.fitting.pending(state.solve, state.iteration)
+            self._solve.load_state_dict(pending, self.plan)
+
     def _plan_at_once(self, num_done: int) -> None:
         """All ranks: plan from the checkpoint's measurements, before the first iteration."""
         target = self._plans.targets.at(num_done + 1)
         make = partial(self._observations.measurement, target)
         problem = attempt("planning for the new settings", make, self._control).problem
-        problem = self._plans.adapted_problem(problem)
+        problem = self._plans.fitting.problem(problem)
         self._submit(num_done, problem, apply_at=num_done + 1)
 
     # ---- an iteration, in order -----------------------------------------------------------------
@@ -444,7 +457,7 @@ class SnipController:
 
         with self._keeping_plan(iteration):
             problem = attempt("planning anew", make, self._control)
-            self._submit(iteration, self._plans.adapted_problem(problem))
+            self._submit(iteration, self._plans.fitting.problem(problem))
 
     def _take_guards_decision(self, iteration: int, outcome: Outcome) -> None:
         """All ranks: report a spike; if the iteration ran under a fallback, that is the plan."""
@@ -491,7 +504,8 @@ class SnipController:
         if apply_at is None:
             apply_at = iteration + self.config.lag
         self._planned_target = problem.target
-        problem = self._plans.restrict_for_healing(problem, self.plan, apply_at)
+        if heals_in_order(self.config, self._plans.targets, apply_at):
+            problem = healing_problem(problem, self.plan, self.config)
         self._solve.submit(PendingProblem(iteration, apply_at, problem), self.plan)
 
     @contextmanager

@@ -1,6 +1,7 @@
 """The cycle on two ranks: it closes, replays, resumes, and refuses what cannot work."""
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,44 +18,62 @@ from megatron_snip.run.step import zero_gradients
 from megatron_snip.trainer.data import iteration_batches
 from megatron_snip.trainer.model import forward_step
 from megatron_snip.types import Gemm
-from tests.distributed.launch import ROOT, run_ranks
+from tests.distributed.launch import ROOT, Server
 from tests.distributed.layouts import TP2
 from tests.distributed.small_model import NARROW, Trainer, layout
 
 MODEL = {**NARROW, **TP2}
 SNIP: dict[str, Any] = {"interval": 4, "start_step": 2, "lag": 1, "efficiency_target": 0.5}
 """Refreshes at iterations 2 and 6; their plans are due before iterations 3 and 7."""
+NUM_ITERATIONS = 9
 ALERT = "underflow>0.01"
 SCHEDULED: dict[str, Any] = {**SNIP, "interval": 50, "granularity": "gemm"}
-SCHEDULES: dict[str, dict[str, Any]] = {
-    "healed": {"target_schedule": "0:0.8,5:0.5", "heal_from": 8, "heal_order": "forward"},
-    "static": {"policy": "last-blocks", "target_schedule": "0:0.75,5:~0.25,9:0.5"},
+HEALED: dict[str, Any] = {
+    **SCHEDULED,
+    "target_schedule": "0:0.8,5:0.5",
+    "heal_from": 8,
+    "heal_order": "forward",
 }
+STATIC: dict[str, Any] = {
+    **SCHEDULED,
+    "policy": "last-blocks",
+    "target_schedule": "0:0.75,5:~0.25,9:0.5",
+}
+REPLAYED = ("losses", "weights", "optimizer", "history", "digest")
+"""What is the same, bit by bit, in a run that is repeated."""
 
 
-def everything(folder: str) -> dict[str, Any]:
-    """On ranks: runs at once and in parts, refused settings, and a loop of one's own."""
-    runs = {
-        "uninterrupted": _run(SNIP, folder=Path(folder) / "uninterrupted"),
-        "again": _run(SNIP),
-        # Stopped while its problem is being solved, and again under its plan.
-        "resumed": _run({**SNIP, "alert": ALERT}, (2, 2, 5)),
-        "collect only": _run({**SNIP, "collect_only": True, "alert": ALERT}),
-    }
-    for name, snip in SCHEDULES.items():
-        for parts in ((18,), (4, 6, 8)):
-            runs[f"{name} {len(parts)}"] = _run({**SCHEDULED, **snip}, parts)
-    return {**runs, "refusals": refusals(Path(folder)), "own loop": own_loop()}
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    running = Server(preload=["tests.distributed.small_model"])
+    yield running
+    running.close()
 
 
-def _run(
-    snip: dict[str, Any], parts: tuple[int, ...] = (9,), folder: Path | None = None
-) -> dict[str, Any]:
-    """Train for so many iterations in each part; a part resumes from the state of the last one."""
+def on_ranks(server: Server, name: str, num_ranks: int = 2, **arguments: Any) -> list[Any]:
+    """What a function of this module returned on each rank."""
+    function = f"tests.distributed.test_controller:{name}"
+    return server.run(num_ranks, function, arguments, join=True).finished()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("cycle")
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(server: Server, folder: Path) -> list[dict[str, Any]]:
+    """On each rank: a run at once, whose directory is `folder`."""
+    return on_ranks(server, "train", snip=SNIP, parts=[NUM_ITERATIONS], folder=str(folder))
+
+
+def train(snip: dict[str, Any], parts: list[int], folder: str | None = None) -> dict[str, Any]:
+    """On ranks: train for so many iterations in each part, which resumes from the one before."""
     state, seen = None, []
     with layout({**MODEL, "train_iters": sum(parts)}) as trainer:
         for steps in parts:
-            files = [RunDirectory(folder)] if folder is not None and dist.get_rank() == 0 else []
+            writes = folder is not None and dist.get_rank() == 0
+            files = [RunDirectory(Path(folder))] if writes else []
             controller = trainer.controller(snip, state=state, writers=files)
             before = {"_forward_impl" in p.module.__dict__ for p in controller.model.linears}
             trainer.advance(steps, controller)
@@ -84,34 +103,178 @@ def _low_gemms(plan: PrecisionPlan) -> list[list[str]]:
     return [[n, g] for n, o in plan.linears.items() for g in Gemm if o[g] == "fp4"]
 
 
-def refusals(folder: Path) -> dict[str, Any]:
-    """On ranks: what cannot work is refused before training: the same error on every rank."""
-    misfit = folder / "misfit.json"
+def test_plans_are_applied_lag_steps_after_they_were_measured(
+    uninterrupted: list[dict[str, Any]],
+) -> None:
+    first, second = uninterrupted
+    for rank in (first, second):
+        assert [iteration for iteration, _ in rank["history"]] == [3, 7]
+        assert rank["history"][-1][1] == rank["digest"]
+        assert rank["installed"] == [True, False]
+        assert rank["warnings"] == []
+    assert first["history"] == second["history"]
+
+
+def test_a_run_replays_bit_by_bit(server: Server, uninterrupted: list[dict[str, Any]]) -> None:
+    again = on_ranks(server, "train", snip=SNIP, parts=[NUM_ITERATIONS])
+    for rank, wanted in zip(again, uninterrupted, strict=True):
+        assert {key: rank[key] for key in REPLAYED} == {key: wanted[key] for key in REPLAYED}
+
+
+def test_a_run_resumes_bit_by_bit_and_reports_its_plan_at_once(
+    server: Server, uninterrupted: list[dict[str, Any]]
+) -> None:
+    """It is stopped while its problem is being solved, and again under its plan."""
+    resumed = on_ranks(server, "train", snip={**SNIP, "alert": ALERT}, parts=[2, 2, 5])
+    for rank, wanted in zip(resumed, uninterrupted, strict=True):
+        assert {key: rank[key] for key in REPLAYED} == {key: wanted[key] for key in REPLAYED}
+        assert rank["applied"] == [[], [[3, 2, False]], [[5, 2, True], [7, 6, False]]]
+        alerts = [[(i, kind) for i, kind, _ in part] for part in rank["notices"]]
+        assert alerts == [[(2, "health")], [], []]  # each linear is named once
+
+
+def test_collecting_makes_no_plan(server: Server) -> None:
+    snip = {**SNIP, "collect_only": True, "alert": ALERT}
+    for rank in on_ranks(server, "train", snip=snip, parts=[NUM_ITERATIONS]):
+        assert rank["measured"] == [2, 6]
+        assert rank["history"] == []
+        assert set(rank["fractions"]) == {0.0}
+        (((at, kind, text),),) = rank["notices"]  # every linear at the first refresh, then none
+        assert (at, kind) == (2, "health")
+        assert "alert underflow>0.01: decoder.layers." in text
+        assert " fp4 0." in text
+
+
+def test_the_run_directory_holds_what_was_decided(
+    uninterrupted: list[dict[str, Any]], folder: Path
+) -> None:
+    kinds = ("divergences", "health", "plans", "problems")
+    for kind in kinds:
+        assert sorted(p.name for p in (folder / kind).iterdir()) == ["2.json", "6.json"]
+    digests = [digest for _, digest in uninterrupted[0]["history"]]
+    for step, digest in zip((2, 6), digests, strict=True):
+        plan = read_plan(folder / "plans" / f"{step}.json")
+        problem = read_problem(folder / "problems" / f"{step}.json")
+        assert (plan.iteration, plan.digest) == (step, digest)
+        assert plan.policy == "snip"
+        assert plan.efficiency >= plan.target == problem.target == 0.5
+        assert list(plan.linears) == list(problem.names)
+        divergences = json.loads((folder / "divergences" / f"{step}.json").read_text())
+        assert [row["name"] for row in divergences["linears"]] == list(problem.names)
+
+
+@pytest.fixture(scope="module")
+def healed(server: Server) -> list[dict[str, Any]]:
+    return on_ranks(server, "train", snip=HEALED, parts=[18])
+
+
+@pytest.fixture(scope="module")
+def static(server: Server) -> list[dict[str, Any]]:
+    return on_ranks(server, "train", snip=STATIC, parts=[18])
+
+
+@pytest.mark.parametrize(("name", "snip"), [("healed", HEALED), ("static", STATIC)])
+def test_a_schedule_of_targets_resumes_bit_by_bit(
+    server: Server, request: pytest.FixtureRequest, name: str, snip: dict[str, Any]
+) -> None:
+    straight = request.getfixturevalue(name)
+    resumed = on_ranks(server, "train", snip=snip, parts=[4, 6, 8])
+    for rank, wanted in zip(resumed, straight, strict=True):
+        for key in (*REPLAYED, "plans", "measured", "warnings"):
+            assert rank[key] == wanted[key], key
+    assert straight[0]["plans"] == straight[1]["plans"]
+
+
+@pytest.mark.parametrize(("name", "measured"), [("healed", [2]), ("static", [])])
+def test_plans_reach_the_targets_of_a_schedule_without_measuring_anew(
+    request: pytest.FixtureRequest, name: str, measured: list[int]
+) -> None:
+    run, _ = request.getfixturevalue(name)
+    assert run["measured"] == measured
+    assert run["warnings"] == []
+    for _, target, efficiency, _ in run["plans"]:
+        assert target <= efficiency + 1e-9 < target + 1 / 16  # the largest GEMM
+
+
+def test_healing_raises_fprop_before_the_other_gemms(healed: list[dict[str, Any]]) -> None:
+    plans = {i: (target, low) for i, target, _, low in healed[0]["plans"]}
+    targets = [target for target, _ in plans.values()]
+    assert targets == sorted(targets, reverse=True)
+    assert len(targets) >= 6
+    assert targets[:2] == [0.8, 0.5]
+    assert targets[-1] == 0.0
+    assert list(plans)[:3] == [3, 5, 9]
+    assert max(plans) < 17  # there is time for the last one
+    kept = plans[5][1]
+    for _, low in list(plans.values())[2:]:
+        raised = [item for item in kept if item not in low]
+        assert all(item in kept for item in low)
+        assert all(gemm == "fprop" for _, gemm in raised) or not any(g == "fprop" for _, g in low)
+        kept = low
+
+
+def test_a_policy_that_does_not_measure_follows_the_schedule(static: list[dict[str, Any]]) -> None:
+    plans = [(i, target) for i, target, _, _ in static[0]["plans"]]
+    assert plans == [(1, 0.65), (2, 0.55), (3, 0.45), (4, 0.35), (5, 0.25), (9, 0.5)]
+
+
+@pytest.mark.parametrize(
+    ("snip", "wanted"),
+    [
+        ({"policy": "clever"}, "unknown policy 'clever'; known: snip"),
+        ({"pins": ["decoder.layers.7.*=fp8"]}, "no linear's name matches"),
+        ({"pins": ["*=fp8"], "efficiency_target": 0.1}, "0.1"),
+        ({"plan_file": "nowhere.json"}, "cannot read plan file"),
+        (
+            {"plan_file": "misfit.json"},
+            "the model does not have decoder.layers.9.mlp.linear_fc1",
+        ),
+    ],
+)
+def test_what_cannot_work_is_refused_on_every_rank(
+    server: Server, tmp_path: Path, snip: dict[str, Any], wanted: str
+) -> None:
+    first, second = on_ranks(server, "refusal", snip=snip, folder=str(tmp_path))
+    assert first == second
+    kind, message = first
+    assert kind == "UsageError"
+    assert wanted in message
+    assert "\n" not in message
+
+
+def refusal(snip: dict[str, Any], folder: str) -> tuple[str, str]:
+    """On ranks: the error with which a run with these settings ends before training."""
+    given = dict(snip)
     with layout(MODEL) as trainer:
-        controller = trainer.controller({"policy": "uniform-fp4"})
-        plan = controller.plan
-        controller.close()
-        if dist.get_rank() == 0:
-            linears = {**plan.linears, "decoder.layers.9.mlp.linear_fc1": Option.uniform("fp4")}
-            digest = assignment_digest(linears)
-            write_plan(plan.model_copy(update={"linears": linears, "digest": digest}), misfit)
-        dist.barrier()
-        cases: dict[str, dict[str, Any]] = {
-            "policy": {"policy": "clever"},
-            "pin": {"pins": ("decoder.layers.7.*=fp8",)},
-            "target": {"pins": ("*=fp8",), "efficiency_target": 0.1},
-            "plan file": {"plan_file": misfit},
-            "missing plan file": {"plan_file": folder / "nowhere.json"},
-        }
-        return {name: _refusal(trainer, snip) for name, snip in cases.items()}
-
-
-def _refusal(trainer: Trainer, snip: dict[str, Any]) -> tuple[str, str]:
-    try:
-        trainer.controller(snip).close()
-    except SnipError as error:
-        return type(error).__name__, str(error)
+        if "plan_file" in given:
+            given["plan_file"] = Path(folder) / given["plan_file"]
+            write_misfit(trainer, Path(folder) / "misfit.json")
+        try:
+            trainer.controller(given).close()
+        except SnipError as error:
+            return type(error).__name__, str(error)
     return "", ""
+
+
+def write_misfit(trainer: Trainer, file: Path) -> None:
+    """On ranks: write the plan of a model with one more linear."""
+    controller = trainer.controller({"policy": "uniform-fp4"})
+    plan = controller.plan
+    controller.close()
+    if dist.get_rank() == 0:
+        linears = {**plan.linears, "decoder.layers.9.mlp.linear_fc1": Option.uniform("fp4")}
+        digest = assignment_digest(linears)
+        write_plan(plan.model_copy(update={"linears": linears, "digest": digest}), file)
+    dist.barrier()
+
+
+def test_a_loop_of_ones_own_trains_as_the_trainers(server: Server) -> None:
+    """The code of docs/extending.md, against the embedded trainer's loop: bit for bit."""
+    for result in on_ranks(server, "own_loop"):
+        assert result["lines"] < 30
+        assert result["shown"] == result["trainer"]
+        assert [iteration for iteration, _ in result["shown"]["history"]] == [13, 23]
+        assert result["saved"] == [30, result["shown"]["history"]]
 
 
 def own_loop() -> dict[str, Any]:
@@ -144,128 +307,9 @@ def own_loop() -> dict[str, Any]:
     }
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("cycles")
-
-
-@pytest.fixture(scope="module")
-def ranks(folder: Path) -> list[dict[str, Any]]:
-    """What each rank returned."""
-    return run_ranks(2, "tests.distributed.test_controller:everything", {"folder": str(folder)})
-
-
-def test_plans_are_applied_lag_steps_after_they_were_measured(ranks: list[dict[str, Any]]) -> None:
-    for result in (r["uninterrupted"] for r in ranks):
-        assert [iteration for iteration, _ in result["history"]] == [3, 7]
-        assert result["history"][-1][1] == result["digest"]
-        assert result["installed"] == [True, False]
-        assert result["warnings"] == []
-    assert ranks[0]["uninterrupted"]["history"] == ranks[1]["uninterrupted"]["history"]
-
-
-@pytest.mark.parametrize("run", ["again", "resumed"])
-def test_a_run_replays_and_resumes_bit_by_bit(ranks: list[dict[str, Any]], run: str) -> None:
-    """It resumes with its problem in flight, and again under its plan."""
-    for result in ranks:
-        for key in ("losses", "weights", "optimizer", "history", "digest"):
-            assert result[run][key] == result["uninterrupted"][key]
-
-
-def test_a_resumed_run_reports_its_plan_at_once(ranks: list[dict[str, Any]]) -> None:
-    for result in ranks:
-        applied = [[], [[3, 2, False]], [[5, 2, True], [7, 6, False]]]
-        assert result["resumed"]["applied"] == applied
-        alerts = [[(i, kind) for i, kind, _ in part] for part in result["resumed"]["notices"]]
-        assert alerts == [[(2, "health")], [], []]  # each linear is named once
-
-
-def test_collecting_makes_no_plan(ranks: list[dict[str, Any]]) -> None:
-    for watched in (result["collect only"] for result in ranks):
-        assert watched["measured"] == [2, 6]
-        assert watched["history"] == []
-        assert set(watched["fractions"]) == {0.0}
-        (((at, kind, text),),) = watched["notices"]  # every linear at the first refresh, then none
-        assert (at, kind) == (2, "health")
-        assert "alert underflow>0.01: decoder.layers." in text and " fp4 0." in text
-
-
-def test_the_run_directory_holds_what_was_decided(
-    ranks: list[dict[str, Any]], folder: Path
-) -> None:
-    run = folder / "uninterrupted"
-    kinds = ("divergences", "health", "plans", "problems")
-    for kind in kinds:
-        assert sorted(p.name for p in (run / kind).iterdir()) == ["2.json", "6.json"]
-    digests = [digest for _, digest in ranks[0]["uninterrupted"]["history"]]
-    for step, digest in zip((2, 6), digests, strict=True):
-        plan = read_plan(run / "plans" / f"{step}.json")
-        problem = read_problem(run / "problems" / f"{step}.json")
-        assert (plan.iteration, plan.digest) == (step, digest)
-        assert plan.policy == "snip"
-        assert plan.efficiency >= plan.target == problem.target == 0.5
-        assert list(plan.linears) == list(problem.names)
-        divergences = json.loads((run / "divergences" / f"{step}.json").read_text())
-        assert [row["name"] for row in divergences["linears"]] == list(problem.names)
-
-
-def test_targets_follow_a_schedule_without_measuring_and_resume(
-    ranks: list[dict[str, Any]],
-) -> None:
-    first, second = ranks
-    for name, measured in (("healed", [2]), ("static", [])):
-        straight, resumed = first[f"{name} 1"], first[f"{name} 3"]
-        for key in ("losses", "weights", "optimizer", "plans", "measured", "history", "warnings"):
-            assert straight[key] == resumed[key], key
-            assert second[f"{name} 1"][key] == second[f"{name} 3"][key], key
-        assert straight["plans"] == second[f"{name} 1"]["plans"]
-        assert (straight["measured"], straight["warnings"]) == (measured, [])
-        for _, target, efficiency, _ in straight["plans"]:
-            assert target <= efficiency + 1e-9 < target + 1 / 16  # the largest GEMM
-    healed = {i: (target, low) for i, target, _, low in first["healed 1"]["plans"]}
-    targets = [target for target, _ in healed.values()]
-    assert targets == sorted(targets, reverse=True) and len(targets) >= 6
-    assert targets[:2] == [0.8, 0.5] and targets[-1] == 0.0
-    assert list(healed)[:3] == [3, 5, 9] and max(healed) < 17  # there is time for the last one
-    kept = healed[5][1]
-    for _, low in list(healed.values())[2:]:
-        raised = [item for item in kept if item not in low]
-        assert all(item in kept for item in low)
-        assert all(gemm == "fprop" for _, gemm in raised) or not any(g == "fprop" for _, g in low)
-        kept = low
-    static = [(i, target) for i, target, _, _ in first["static 1"]["plans"]]
-    assert static == [(1, 0.65), (2, 0.55), (3, 0.45), (4, 0.35), (5, 0.25), (9, 0.5)]
-
-
-def test_what_cannot_work_is_refused_on_every_rank(ranks: list[dict[str, Any]]) -> None:
-    first, second = (result["refusals"] for result in ranks)
-    assert first == second
-    wanted = {
-        "policy": "unknown policy 'clever'; known: snip",
-        "pin": "no linear's name matches",
-        "target": "0.1",
-        "plan file": "the model does not have decoder.layers.9.mlp.linear_fc1",
-        "missing plan file": "cannot read plan file",
-    }
-    for case, text in wanted.items():
-        kind, message = first[case]
-        assert kind == "UsageError", (case, kind, message)
-        assert text in message, (case, message)
-        assert "\n" not in message
-
-
-def test_a_loop_of_ones_own_trains_as_the_trainers(ranks: list[dict[str, Any]]) -> None:
-    """The code of docs/extending.md, against the embedded trainer's loop: bit for bit."""
-    for result in (r["own loop"] for r in ranks):
-        assert result["lines"] < 30
-        assert result["shown"] == result["trainer"]
-        assert [iteration for iteration, _ in result["shown"]["history"]] == [13, 23]
-        assert result["saved"] == [30, result["shown"]["history"]]
-
-
-def test_of_a_repeated_iteration_the_last_run_is_measured() -> None:
+def test_of_a_repeated_iteration_the_last_run_is_measured(server: Server) -> None:
     """Megatron repeats an iteration whose result it doubts, and goes on with the last gradients."""
-    (runs,) = run_ranks(1, "tests.distributed.test_controller:repeated")
+    (runs,) = on_ranks(server, "repeated", num_ranks=1)
     assert runs["repeated"] == runs["once"]
 
 

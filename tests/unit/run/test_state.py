@@ -8,12 +8,13 @@ from typing import Any
 import pytest
 import torch
 
+from megatron_snip.config import SnipConfig
 from megatron_snip.errors import UsageError
 from megatron_snip.log import forget_warnings
 from megatron_snip.run.guard import GuardState, LossMonitor
 from megatron_snip.run.schedule import ScheduleState
 from megatron_snip.run.solve import PendingProblem
-from megatron_snip.run.state import ControllerState, resumed_state
+from megatron_snip.run.state import ControllerState, reported_settings, resumed_state
 from megatron_snip.statistics.records import StatisticsTable
 from tests.unit.planning.build import plan_of, problem_of
 
@@ -123,3 +124,18 @@ def test_a_checkpoints_state_is_resumed(
         assert (state.iteration, state.schedule.refreshed) == (iteration, refreshed)
         assert state.plan == PLAN
     assert warning in (found or "") and bool(warning) == (found is not None)
+
+
+def test_a_resume_with_another_recipe_says_what_changes() -> None:
+    config = SnipConfig(formats=("bf16", "fp8"))
+    settings = reported_settings(config, "te", {"bf16": "bf16", "fp8": "blockwise"})
+    state = ControllerState(iteration=3, plan=plan_of(["fp8"]), settings=settings)
+    new = reported_settings(config, "te", {"bf16": "bf16", "fp8": "delayed_hybrid"})
+    assert state.changes(new) == ["recipe of fp8 blockwise -> delayed_hybrid"]
+
+
+def test_a_resume_that_only_measures_says_so() -> None:
+    settings = reported_settings(SnipConfig(), "simulate", {})
+    state = ControllerState(iteration=3, plan=plan_of(["fp8"]), settings=settings)
+    new = reported_settings(SnipConfig(collect_only=True), "simulate", {})
+    assert state.changes(new) == ["collect_only False -> True"]

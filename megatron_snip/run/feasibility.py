@@ -1,0 +1,144 @@
+"""Whether any plan satisfies the settings, asked before the first iteration.
+
+A target of the user's that no plan reaches ends the run with an error (`check_settings`). The
+default target is lowered to what the linears can reach, with a warning (`reachable_target`).
+"""
+
+import math
+from collections.abc import Sequence
+
+from megatron_snip.config import SnipConfig
+from megatron_snip.divergence.quality_loss import unmeasured_problem
+from megatron_snip.errors import InfeasiblePlanError, UsageError, naming_field
+from megatron_snip.linears.availability import AvailableOptions
+from megatron_snip.planning.constraints import make_constraints
+from megatron_snip.planning.cost import make_table
+from megatron_snip.planning.policies import get_policy
+from megatron_snip.planning.problem import PlanningProblem
+from megatron_snip.planning.settings import PlanSettings
+from megatron_snip.planning.ties import merged
+from megatron_snip.topology import LinearInfo
+
+
+def unmeasured(
+    linears: Sequence[LinearInfo], available: AvailableOptions, target: float
+) -> PlanningProblem:
+    """Return the problem before any measurement: all quality losses are 0."""
+    problem = unmeasured_problem(linears, available.options, available.lowest_format, target)
+    return available.restrict(problem)
+
+
+def check_settings(problem: PlanningProblem, config: SnipConfig, settings: PlanSettings) -> None:
+    """Refuse settings under which no plan can be made.
+
+    Args:
+        problem: what every linear can run, at the highest target of the run.
+        config: the run's settings.
+        settings: the planner's part of them.
+
+    Raises:
+        UsageError: if the policy is unknown or has no target to schedule, a pin does not fit the
+            model, or the plan file would never run.
+        InfeasiblePlanError: if the constraints cannot be met.
+    """
+    with naming_field("policy"):
+        policy = get_policy(config.policy, problem)
+        if config.has_schedule and not policy.heeds_target:
+            raise UsageError(f"'{config.policy}' has no target; drop it or the schedule of targets")
+    makes_plans = not config.collect_only
+    if config.plan_file is not None and makes_plans and not policy.needs_statistics:
+        raise UsageError(
+            f"'{config.policy}' plans before the first iteration, so the plan file would not run; "
+            "drop one of them, or add --snip-collect-only to train with the file",
+            field="plan_file",
+        )
+    must_exist = makes_plans and (config.has_schedule or policy.needs_statistics)
+    with naming_field("pins"):
+        check_constraints(problem, settings, must_exist)
+
+
+def check_constraints(
+    problem: PlanningProblem, settings: PlanSettings, must_exist: bool = True
+) -> None:
+    """Refuse pins that do not fit a problem, and constraints that no plan satisfies.
+
+    Args:
+        problem: what every linear can run.
+        settings: pins, balance and cost.
+        must_exist: whether a plan must exist.
+
+    Raises:
+        UsageError: if a pin does not fit.
+        InfeasiblePlanError: if the constraints cannot be met.
+    """
+    problem, settings = merged(problem, settings)
+    table = make_table(problem, settings.cost)
+    constraints = make_constraints(table, settings, problem.target, None)
+    if must_exist:
+        constraints.checked_task()
+
+
+def reachable_target(
+    config: SnipConfig, linears: Sequence[LinearInfo], available: AvailableOptions
+) -> tuple[SnipConfig, list[str]]:
+    """Return the settings with a default target that the linears can reach, and warnings.
+
+    A target of the user's stays.
+
+    Args:
+        config: the run's settings.
+        linears: all linears of the model.
+        available: what they can run.
+    """
+    asked = {"efficiency_target", "target_schedule"} & config.model_fields_set
+    if asked or config.collect_only:
+        return config, []
+    warnings = []
+    share = _lowered_share(config, available)
+    if share < 1.0:
+        default = config.efficiency_target
+        config = _with_target(config, round(default * share, 6))
+        why = f"{default:g} of the {share:.3g} that the options can lower to {config.lowest_format}"
+        warnings.append(_warning(config, why))
+    best = _best_target(config, linears, available)
+    if best is not None and best < config.efficiency_target:
+        former = config.efficiency_target
+        config = _with_target(config, math.floor(best * 1e6) / 1e6)
+        why = f"the highest that these linears can reach, and not {former:g}"
+        warnings.append(_warning(config, why))
+    return config, warnings
+
+
+def _lowered_share(config: SnipConfig, available: AvailableOptions) -> float:
+    """Return the largest share of a linear's FLOPs that an option lowers; 1 if time counts.
+
+    Where every option has a GEMM in higher precision, the default target in a plan's FLOPs would
+    otherwise be out of reach, or leave the planner no choice.
+    """
+    if config.cost == "time":
+        return 1.0
+    return max(option.share_in(config.lowest_format) for option in available.options)
+
+
+def _best_target(
+    config: SnipConfig, linears: Sequence[LinearInfo], available: AvailableOptions
+) -> float | None:
+    """Return the highest target without the pins, if that of the settings is out of reach."""
+    problem = unmeasured(linears, available, config.efficiency_target)
+    settings = PlanSettings(**config.planning_values()).model_copy(update={"pins": ()})
+    try:
+        check_constraints(problem, settings)
+    except InfeasiblePlanError as error:
+        return error.best_target
+    return None  # if pins rule the target out, `check_settings` reports it
+
+
+def _with_target(config: SnipConfig, target: float) -> SnipConfig:
+    return config.model_copy(update={"efficiency_target": target})
+
+
+def _warning(config: SnipConfig, why: str) -> str:
+    return (
+        f"the efficiency target is {config.efficiency_target:g}, {why}; "
+        "--snip-efficiency-target sets another"
+    )

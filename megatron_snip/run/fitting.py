@@ -1,0 +1,193 @@
+"""Plans and planning problems from elsewhere, made to fit this run.
+
+A plan comes from a file or a checkpoint, a problem from a checkpoint; the run that made them may
+have had other settings, another machine or another parallel layout. Wherever they come from, the
+settings as given now hold:
+
+    a pinned linear           gets its option
+    other linears             get no format that is not among --snip-formats, unless the job runs it
+    an option that a linear   is replaced by the nearest one of no lower precision, or else by what
+    cannot run                the job runs there
+    tied linears              get one option, of the most bits
+"""
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from megatron_snip.config import SnipConfig
+from megatron_snip.errors import UsageError
+from megatron_snip.linears.availability import AvailableOptions, option_refusals
+from megatron_snip.linears.model import PlannedModel
+from megatron_snip.options import BF16, Option
+from megatron_snip.planning.plan import PrecisionPlan, assigned_plan
+from megatron_snip.planning.problem import LinearChoices, OptionCost, PlanningProblem, parse_option
+from megatron_snip.planning.restrictions import Refusals, bits_of, nearest_option, reasons
+from megatron_snip.run.solve import PendingProblem
+
+
+@dataclass(frozen=True)
+class Replacement:
+    """A linear whose option in a plan from elsewhere does not hold in this run.
+
+    Attributes:
+        linear: name of the linear.
+        old: its option in the plan.
+        new: the option that it gets.
+        reason: the flag that rules the old one out, or why the linear cannot run it.
+        is_setting: whether `reason` is a flag.
+    """
+
+    linear: str
+    old: Option
+    new: Option
+    reason: str
+    is_setting: bool
+
+
+class Fitting:
+    """Makes plans and problems fit a run; all ranks call every method together."""
+
+    def __init__(
+        self,
+        config: SnipConfig,
+        model: PlannedModel,
+        available: AvailableOptions,
+        work: Mapping[str, tuple[int, float]],
+    ) -> None:
+        """Keep what a plan or problem has to fit.
+
+        Args:
+            config: the settings.
+            model: the planned linears.
+            available: what they can run.
+            work: (stage, FLOPs per token) by linear.
+        """
+        self._config = config
+        self._model = model
+        self._available = available
+        self._work = work
+        # In the order of the pins: all ranks ask for the same options in the same order.
+        self._pinned_options = tuple(dict.fromkeys(option for _, option in config.pin_pairs))
+
+    def plan(self, plan: PrecisionPlan) -> tuple[PrecisionPlan, list[Replacement]]:
+        """Return a plan as this run allows it, and what had to change.
+
+        Args:
+            plan: a plan of the same linears, from anywhere.
+
+        Raises:
+            UsageError: if it is a plan of other linears.
+        """
+        plan.check_against(self._work)
+        used = plan.linears.values()
+        candidates = (*used, *self._available.options, *self._pinned_options, BF16)
+        refusals = option_refusals(self._model, candidates)
+        replaced = []
+        for name, old in plan.linears.items():
+            replacement = self._replacement(name, old, refusals)
+            if replacement is not None:
+                replaced.append(replacement)
+        linears = {**plan.linears, **{each.linear: each.new for each in replaced}}
+        replaced += self._untied(linears, refusals)
+        if not replaced:
+            return plan, []
+        linears |= {each.linear: each.new for each in replaced}
+        lowest = self._config.lowest_format
+        return assigned_plan(linears, self._work, lowest, plan.policy, plan.iteration), replaced
+
+    def _replacement(self, name: str, old: Option, refusals: Refusals) -> Replacement | None:
+        """Return what a linear gets in place of an option; None if it keeps it."""
+        can_run = [o for o in self._available.options if name not in refusals[o]]
+        job = self._available.job[name]
+        pin = self._config.pin_of(name)
+        wanted = old if pin is None else pin
+        if name in refusals[wanted]:
+            new = nearest_option(wanted, can_run)
+            new = job if name in refusals[new] else new
+            reason = refusals[wanted][name]
+            is_setting = False
+        elif pin is not None:
+            new = pin
+            reason = "--snip-pins"
+            is_setting = True
+        elif self._config.allows(old) or old == job:
+            return None
+        else:
+            new = nearest_option(old, can_run)
+            reason = "--snip-formats"
+            is_setting = True
+        return None if new == old else Replacement(name, old, new, reason, is_setting)
+
+    def _untied(self, linears: Mapping[str, Option], refusals: Refusals) -> Iterator[Replacement]:
+        """Yield the replacements that give tied linears one option, of the most bits."""
+        for names in self._available.ties:
+            options = dict.fromkeys(linears[name] for name in names)
+            if len(options) == 1:
+                continue
+            finest = max(options, key=lambda option: sum(bits_of(option)))
+            candidates = (*options, *self._available.options)
+            can_run = [o for o in candidates if not any(n in refusals[o] for n in names)]
+            new = nearest_option(finest, can_run)
+            for name in names:
+                if linears[name] != new:
+                    why = "its operations are fused with those of another linear"
+                    yield Replacement(name, linears[name], new, why, is_setting=False)
+
+    def problem(self, problem: PlanningProblem) -> PlanningProblem:
+        """Return a former run's problem with the stages and options of this run.
+
+        Raises:
+            UsageError: if it is a problem of other linears.
+        """
+        if set(problem.names) != set(self._work):
+            raise UsageError("the planning problem in the checkpoint is that of another model")
+        rows = tuple(
+            row.model_copy(update={"stage": self._work[row.name][0]}) for row in problem.linears
+        )
+        options = dict.fromkeys(Option.parse(name) for row in rows for name in row.options)
+        refusals = option_refusals(self._model, options)
+        problem = problem.model_copy(update={"linears": rows}).with_options(self._allowed)
+        return replace(self._available, refusals=refusals).restrict(problem)
+
+    def _allowed(self, row: LinearChoices) -> dict[str, OptionCost]:
+        """Return the options of a linear that are those of a pin or of the formats."""
+        allowed = {}
+        for text, cost in row.options.items():
+            option = parse_option(text)
+            if self._config.allows(option) or option in self._pinned_options:
+                allowed[text] = cost
+        return allowed
+
+    def pending(self, pending: PendingProblem, num_done: int) -> PendingProblem:
+        """Return a stopped run's pending problem as this run solves it.
+
+        Args:
+            pending: the problem that was being solved.
+            num_done: iterations that are done; the plan is due after them, and not later than
+                this run's lag allows.
+
+        Raises:
+            UsageError: if it is a problem of other linears.
+        """
+        apply_at = min(pending.apply_at, pending.iteration + self._config.lag)
+        problem = self.problem(pending.problem)
+        return PendingProblem(pending.iteration, max(apply_at, num_done + 1), problem)
+
+
+def describe(replaced: Sequence[Replacement], num_linears: int) -> list[str]:
+    """Return one text for each kind of replacement, with the number of linears."""
+    texts = []
+    settings = Counter((each.new, each.reason) for each in replaced if each.is_setting)
+    for (new, flag), count in settings.items():
+        verb = "set" if flag == "--snip-pins" else "raised"
+        texts.append(f"{count} of {num_linears} linears {verb} to {new}: {flag}")
+    refused: dict[tuple[Option, Option], dict[str, str]] = {}
+    for each in replaced:
+        if not each.is_setting:
+            refused.setdefault((each.old, each.new), {})[each.linear] = each.reason
+    for (old, new), why in refused.items():
+        texts.append(
+            f"{len(why)} of {num_linears} linears run {new} instead of {old}: {reasons(why)}"
+        )
+    return texts

@@ -1,0 +1,60 @@
+"""A run that is given a plan file: settings that contradict it, recipes that have changed."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from megatron_snip.config import SnipConfig
+from megatron_snip.errors import UsageError, listing
+from megatron_snip.files import read_json
+from megatron_snip.linears.model import PlannedModel
+from megatron_snip.planning.plan import read_plan
+from megatron_snip.run.fitting import Replacement
+
+
+def check_plan_file(replaced: Sequence[Replacement], config: SnipConfig, num_linears: int) -> None:
+    """Refuse a plan file that contradicts the pins or formats of the same command.
+
+    Args:
+        replaced: what had to change so that the file's plan fits the run.
+        config: the settings.
+        num_linears: the number of linears of the plan.
+
+    Raises:
+        UsageError: if a pin or the formats had to change it.
+    """
+    given = {"--snip-pins": config.pins, "--snip-formats": config.named_formats}
+    for flag, values in given.items():
+        names = [each.linear for each in replaced if each.reason == flag]
+        if names:
+            raise UsageError(
+                f"the plan breaks {flag} ({','.join(values)}) at {len(names)} of "
+                f"{num_linears} linears: {listing(names, 3)}; change one of the two",
+                field="plan_file",
+            )
+
+
+def recipe_changes(plan_file: Path, model: PlannedModel) -> list[str]:
+    """Return a line for each option that the run of a plan file ran by another recipe.
+
+    That run wrote what its linears ran under the plan into a folder beside the plan's:
+    precision/<iteration>.json. Without such a file nothing is known, and nothing is returned.
+    """
+    before = _recorded_recipes(plan_file)
+    now = {str(linear.option): linear.recipe for linear in model.linears}
+    return [
+        f"{option} was {before[option]} in the run of '{plan_file}', and is {recipe} here"
+        for option, recipe in now.items()
+        if before.get(option, recipe) != recipe
+    ]
+
+
+def _recorded_recipes(plan_file: Path) -> dict[str, str]:
+    digest = read_plan(plan_file).digest
+    for path in sorted((plan_file.parent.parent / "precision").glob("*.json")):
+        try:
+            table = read_json(path, "precision file", plain=True)
+            if table["plan_digest"] == digest:
+                return {str(row["option"]): str(row["recipe"]) for row in table["linears"]}
+        except (UsageError, KeyError, TypeError):
+            continue  # it only serves a message
+    return {}

@@ -1,0 +1,53 @@
+"""A run of one rank with three linears, and the state of a stopped run."""
+
+from types import SimpleNamespace
+from typing import Any
+
+from megatron_snip.config import SnipConfig
+from megatron_snip.options import BF16, Option
+from megatron_snip.planning.plan import PrecisionPlan
+from megatron_snip.run.plans import RunPlans
+from megatron_snip.run.state import ControllerState, reported_settings
+from megatron_snip.topology import LinearInfo, Topology
+from tests.unit.planning.build import name_of, options_of
+
+FP8, FP4, NVFP4, MXFP8 = map(Option.uniform, ("fp8", "fp4", "nvfp4", "mxfp8"))
+A, B, C = map(name_of, range(3))
+WORK = {A: (0, 1.0), B: (1, 1.0), C: (1, 2.0)}
+FP8_JOB = {A: FP8, B: FP8, C: BF16}
+"""What a job with FP8 runs the linears in."""
+
+
+def run_plans(
+    refusals: dict[Option, dict[str, str]] | None = None,
+    job: dict[str, Option] | None = None,
+    pinned: dict[str, str] | None = None,
+    ties: tuple[tuple[str, ...], ...] = (),
+    **config: Any,
+) -> RunPlans:
+    """The plans of a run of one rank, whose linears refuse options as given."""
+    refused = refusals or {}
+
+    def linear(name: str) -> SimpleNamespace:
+        return SimpleNamespace(name=name, refusal=lambda o: refused.get(o, {}).get(name))
+
+    infos = [LinearInfo(name, stage, 1, 1, flops) for name, (stage, flops) in WORK.items()]
+    model: Any = SimpleNamespace(
+        all_linears=infos,
+        linears=[linear(name) for name in WORK],
+        runtime=SimpleNamespace(topology=Topology()),
+        backend="simulate",
+        job_options=lambda: {name: (job or {}).get(name, BF16) for name in WORK},
+        pinned=lambda: pinned or {},
+        ties=lambda: ties,
+    )
+    return RunPlans(SnipConfig(**{"formats": "fp8,fp4", **config}), model, None, None)
+
+
+def state_of(resumed: PrecisionPlan, **former: Any) -> ControllerState:
+    settings = reported_settings(SnipConfig(**{"formats": "fp8,fp4", **former}), "simulate", {})
+    return ControllerState(6, resumed, settings=settings)
+
+
+def first(resumed: ControllerState | None = None, **config: Any) -> list[str]:
+    return options_of(run_plans(**config).first_plan(resumed, 0).plan)

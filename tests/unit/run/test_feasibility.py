@@ -1,0 +1,64 @@
+"""Settings that no plan satisfies, and the default target that one can reach."""
+
+from typing import Any
+
+import pytest
+
+from megatron_snip.errors import UsageError
+from megatron_snip.options import BF16
+from tests.unit.planning.build import options_of, plan_of
+from tests.unit.run.build import FP4, FP8_JOB, B, C, first, run_plans, state_of
+
+
+@pytest.mark.parametrize(
+    ("formats", "target"),
+    [
+        ("fp8,fp8-forward-fp4-backward", 0.5),
+        ("fp8,fp4-forward-mxfp8-backward", 0.25),
+        ("bf16,fp8-bf16-bf16", 0.25),
+        ("fp8,fp4", 0.75),
+    ],
+)
+def test_the_default_target_is_a_share_of_what_the_options_can_lower(
+    formats: str, target: float
+) -> None:
+    plans = run_plans(formats=formats)
+    assert plans.config.efficiency_target == target
+    assert plans.first_plan(None, 0).plan is not None
+    text = f"the efficiency target is {target:g}, 0.75 of the "
+    assert sum(text in line for line in plans.available.warnings) == (target < 0.75)
+    if target < 0.75:  # a target of the user's is not changed
+        with pytest.raises(UsageError, match="best reachable target"):
+            run_plans(formats=formats, efficiency_target=0.75).first_plan(None, 0)
+
+
+def test_constraints_that_cannot_be_met_fail_at_the_start() -> None:
+    with pytest.raises(UsageError, match=r"pin \*=fp8"):
+        first(pins=("*=fp8",))
+    first(pins=("*=fp8",), collect_only=True)  # no plan will be made
+    with pytest.raises(UsageError, match="unknown policy"):
+        first(state_of(plan_of(["fp8"] * 3)), policy="best")
+    with pytest.raises(UsageError, match="does not fit"):
+        first(state_of(plan_of(["fp8"] * 4)))
+
+
+def test_pinned_linears_keep_the_job_s_option_and_the_target_is_what_is_left() -> None:
+    refusals = {o: {B: "it is fixed"} for o in (BF16, FP4)}
+    given: dict[str, Any] = {"job": FP8_JOB, "pinned": {B: "it is fixed"}}
+    plans = run_plans(refusals, **given)
+    assert plans.config.efficiency_target == 0.75
+    problem = plans.unmeasured(0.75)
+    assert [sorted(row.options) for row in problem.linears] == [
+        ["fp4", "fp8"],
+        ["fp8"],
+        ["fp4", "fp8"],
+    ]
+    assert "1 linears stay as the job runs them: it is fixed" in plans.available.warnings
+    assert options_of(plans.fitting.plan(plan_of(["fp4"] * 3))[0]) == ["fp4", "fp8", "fp4"]
+    refusals |= {FP4: {B: "it is fixed", C: "it is stored"}}
+    plans = run_plans(refusals, **given)
+    assert plans.config.efficiency_target == 0.25
+    assert "the efficiency target is 0.25, the highest that" in plans.available.warnings[-1]
+    assert plans.first_plan(None, 0).plan.target <= 0.25
+    with pytest.raises(UsageError, match=r"best reachable target is 0\.25"):
+        run_plans(refusals, efficiency_target=0.75, **given).first_plan(None, 0)

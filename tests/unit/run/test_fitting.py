@@ -1,0 +1,58 @@
+"""Plans from elsewhere, changed to what the linears and the settings of a run allow."""
+
+from typing import Any
+
+from megatron_snip.options import Option
+from tests.unit.planning.build import options_of, plan_of
+from tests.unit.run.build import FP4, FP8, A, B, C, run_plans, state_of
+
+
+def test_plans_of_other_machines_lose_no_precision() -> None:
+    plan = plan_of(["fp4", "fp4", "fp4"], policy="snip", iteration=7)
+    refusals = {FP4: {A: "no", C: "no"}, FP8: {C: "not either"}}
+    settings = {"formats": "bf16,fp8,fp4", "efficiency_target": 0.25}
+    found = run_plans(refusals, **settings).first_plan(state_of(plan, **settings), 0)
+    adapted = found.plan
+    assert options_of(adapted) == ["fp8", "fp4", "bf16"]
+    assert (adapted.policy, adapted.iteration, adapted.status) == ("snip", 6, "fixed")
+    assert (adapted.efficiency, adapted.stages) == (0.25, (0.0, 1 / 3))
+    assert found.changes == (
+        "1 of 3 linears run fp8 instead of fp4: no",
+        "1 of 3 linears run bf16 instead of fp4: no",
+    )
+    assert run_plans({FP8: {C: "no"}}).fitting.plan(plan) == (plan, [])
+
+
+def test_tied_linears_get_one_option() -> None:
+    plans = run_plans({FP4: {B: "too small"}}, ties=((B, C),))
+    plan, replaced = plans.fitting.plan(plan_of(["fp4"] * 3))
+    assert options_of(plan) == ["fp4", "fp8", "fp8"]
+    assert {each.reason for each in replaced} == {
+        "too small",
+        "its operations are fused with those of another linear",
+    }
+    assert plans.unmeasured(0.2).ties == ((B, C),)
+
+
+def test_pinned_options_are_asked_for_in_the_order_of_the_pins() -> None:
+    """All ranks must ask in the same order, and a set of options has another in each process."""
+    pinned = [Option.parse(text) for text in ("fp4-fp8-fp8", "fp8-fp4-fp8", "fp8-fp8-fp4")]
+    pinned += [Option.parse(text) for text in ("fp4-fp4-fp8", "fp4-fp8-fp4", "fp8-fp4-fp4")]
+    pins = tuple(f"layers.{i}={option}" for i, option in enumerate(pinned))
+    refusals = Refusals({option: dict.fromkeys((A, B, C), "no") for option in pinned})
+    plans = run_plans(refusals, pins=pins, granularity="gemm", efficiency_target=0.0)
+    del refusals.asked[:]
+    plans.fitting.plan(plan_of(["fp4", "fp4", "fp4"]))
+    assert [option for option in dict.fromkeys(refusals.asked) if option in pinned] == pinned
+
+
+class Refusals(dict[Option, dict[str, str]]):
+    """What linears refuse, and the options that they were asked for."""
+
+    def __init__(self, refused: dict[Option, dict[str, str]]) -> None:
+        super().__init__(refused)
+        self.asked: list[Option] = []
+
+    def get(self, option: Option, default: Any = None) -> Any:
+        self.asked.append(option)
+        return super().get(option, default)

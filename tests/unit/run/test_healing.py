@@ -1,0 +1,58 @@
+"""The order in which healing raises GEMMs, kept by leaving options out of the problem."""
+
+from typing import Any
+
+import pytest
+
+from megatron_snip.config import SnipConfig
+from megatron_snip.options import Option
+from megatron_snip.planning.problem import LinearChoices, OptionCost, PlanningProblem
+from megatron_snip.run.healing import healing_problem, heals_in_order
+from megatron_snip.target_schedule import Point, TargetSchedule
+from tests.unit.planning.build import name_of, plan_of
+
+OPTIONS = [Option.parse(text) for text in ("bf16", "fp4-bf16-bf16", "bf16-fp4-fp4", "fp4")]
+COSTS = {str(o): OptionCost(quality_loss=0.0, saving=o.share_in("fp4")) for o in OPTIONS}
+
+
+def config(order: str, **more: Any) -> SnipConfig:
+    return SnipConfig(formats="bf16,fp4", granularity="gemm", heal_order=order, **more)
+
+
+def left(target: float, settings: SnipConfig, efficiency: float = 1.0) -> list[list[str]]:
+    """The options of two linears that healing from FP4 in all GEMMs leaves."""
+    rows = [LinearChoices(name=name_of(i), stage=0, flops=1.0, options=COSTS) for i in range(2)]
+    plan = plan_of(["fp4", "fp4"], efficiency=efficiency)
+    problem = PlanningProblem(linears=tuple(rows), target=target)
+    return [list(row.options) for row in healing_problem(problem, plan, settings).linears]
+
+
+@pytest.mark.parametrize(
+    ("order", "target", "options"),
+    [
+        # dgrad and wgrad are two thirds: above that target they stay
+        ("forward", 0.8, ["bf16-fp4-fp4", "fp4"]),
+        ("forward", 0.5, ["bf16", "bf16-fp4-fp4"]),
+        # fprop is a third
+        ("backward", 0.5, ["fp4-bf16-bf16", "fp4"]),
+        ("backward", 0.2, ["bf16", "fp4-bf16-bf16"]),
+    ],
+)
+def test_the_gemms_that_come_first_are_all_raised_before_the_others(
+    order: str, target: float, options: list[str]
+) -> None:
+    assert left(target, config(order)) == [options, options]
+
+
+def test_pinned_linears_and_plans_short_of_the_target_keep_all_options() -> None:
+    pinned, free = left(0.8, config("forward", pins=f"{name_of(0)}=fp4"))
+    assert pinned == list(COSTS)
+    assert free == ["bf16-fp4-fp4", "fp4"]
+    assert left(0.8, config("forward"), efficiency=0.7) == [list(COSTS), list(COSTS)]
+
+
+def test_the_order_holds_from_the_iteration_on_in_which_healing_begins() -> None:
+    healing = TargetSchedule((Point(0, 0.8),), heal_from=5)
+    assert [heals_in_order(config("forward"), healing, i) for i in (4, 5, 6)] == [False, True, True]
+    assert not heals_in_order(config("plan"), healing, 6)
+    assert not heals_in_order(config("forward"), TargetSchedule((Point(0, 0.8),)), 6)
