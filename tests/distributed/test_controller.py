@@ -318,7 +318,7 @@ def repeated() -> dict[str, Any]:
     found = {}
     for name in ("once", "repeated"):
         with layout({**NARROW, "num_layers": 1}) as trainer:
-            controller = trainer.controller({**SNIP, "lag": 5})
+            controller = trainer.controller({**SNIP, "interval": 8, "lag": 5})
             trainer.advance(1, controller)
             hook: Any = controller if name == "once" else _Doubting(controller, trainer)
             trainer.advance(1, hook)
