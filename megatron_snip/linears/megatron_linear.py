@@ -133,8 +133,10 @@ class PlannedLinear(SimulatedLinear):
 
     def _forward(self, *args: Any, **kwargs: Any) -> Tensor:
         given = dict(zip(("input", "weight"), args, strict=False)) | kwargs
-        input, weight, (placement,) = given["input"], given["weight"], self.placements
-        split = bool(kwargs.get("sequence_parallel", False))
+        input = given["input"]
+        weight = given["weight"]
+        placement = self.placements[0]
+        input_is_split = bool(kwargs.get("sequence_parallel", False))
         output: Tensor
         if self._is_bf16() or not self._quantizable(kwargs):
             output = self._original(*args, **kwargs)
@@ -145,14 +147,14 @@ class PlannedLinear(SimulatedLinear):
                 kwargs.get("bias"),
                 placement,
                 kwargs.get("tp_group"),
-                sequence_parallel=split,
+                sequence_parallel=input_is_split,
                 allreduce_dgrad=bool(kwargs.get("allreduce_dgrad", False)),
                 fuse_wgrad=bool(kwargs.get("gradient_accumulation_fusion", False)),
             )
         observer = self._runtime.observer
         if observer is None:
             return output
-        return observer.observe(placement, input, weight, output, input_is_split=split)
+        return observer.observe(placement, input, weight, output, input_is_split=input_is_split)
 
     def _quantizable(self, kwargs: dict[str, Any]) -> bool:
         """Return whether `quantized_linear` supports a call; warn once if it does not."""

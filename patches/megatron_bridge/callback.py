@@ -54,11 +54,10 @@ def callbacks_in(callbacks: Any) -> list[SnipCallback]:
 
 
 def _members(callbacks: Any) -> Iterator[Any]:
+    """Yield the callbacks; a CallbackManager lists only their methods, which know their objects."""
     if hasattr(callbacks, "list_callbacks"):
-        yield from (
-            getattr(function, "__self__", None)
-            for function in callbacks.list_callbacks("on_train_start")
-        )
+        for method in callbacks.list_callbacks("on_train_start"):
+            yield getattr(method, "__self__", None)
     else:
         yield from callbacks or ()
 

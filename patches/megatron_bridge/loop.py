@@ -65,10 +65,10 @@ def model_setup(call: Call, session: Session) -> Any:
 def logging_setup(call: Call, session: Session) -> Any:
     """Keep SNIP's warnings in the log; `logger.filter_warnings`, Bridge's default, drops all."""
     result = call.run()
-    for name in list(logging.root.manager.loggerDict):
-        logger = logging.getLogger(name)
-        for each in list(logger.filters) if name.startswith("megatron_snip") else ():
-            if getattr(each, "__name__", "") == "warning_filter":
+    own = [name for name in logging.root.manager.loggerDict if name.startswith("megatron_snip")]
+    for logger in map(logging.getLogger, own):
+        for each in list(logger.filters):
+            if getattr(each, "__name__", "") == "warning_filter":  # Bridge's
                 logger.removeFilter(each)
     return result
 

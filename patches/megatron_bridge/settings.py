@@ -45,7 +45,8 @@ def settings_of(cfg: Any, iteration: int = 0) -> Namespace:
         section = getattr(cfg, name, None)
         # A ModelConfig of 0.6 holds Core's config; a provider is one.
         for holder in (getattr(section, "transformer", None), section):
-            found |= {k: v for k, v in vars(holder or Namespace()).items() if k[0] != "_"}
+            fields = {} if holder is None else vars(holder)
+            found |= {k: v for k, v in fields.items() if not k.startswith("_")}
     found |= {new: found[old] for old, new in _RENAMED.items() if old in found}
     found |= {"peft": getattr(cfg, "peft", None), "iteration": iteration}
     if found.get("dataloader_type") == "batch":  # fine-tuning: samples differ in length

@@ -107,14 +107,11 @@ def fused_mlps(chunk: torch.nn.Module, linears: Sequence[Any], runtime: Runtime)
     """Return the MLPs of a chunk whose operations are fused, with their linears."""
     by_module = {id(linear.module): linear for linear in linears}
     found = []
-    for module in chunk.modules():
-        if _is_fused_kind(module):
-            own = [
-                by_module.get(id(getattr(module, n, None))) for n in ("linear_fc1", "linear_fc2")
-            ]
-            known = [linear for linear in own if linear is not None]
-            if len(known) == len(own):
-                found.append(FusedMLP(module, known, runtime))
+    for module in filter(_is_fused_kind, chunk.modules()):
+        fc1 = by_module.get(id(getattr(module, "linear_fc1", None)))
+        fc2 = by_module.get(id(getattr(module, "linear_fc2", None)))
+        if fc1 is not None and fc2 is not None:
+            found.append(FusedMLP(module, [fc1, fc2], runtime))
     return found
 
 

@@ -142,13 +142,16 @@ def te_support(name: str, machine: Machine) -> tuple[str, str]:
     """
     if not get_format(name).quantized:
         return "bf16", RECIPES["bf16"].text
-    by_name = {key: recipe for key, recipe in RECIPES.items() if name in recipe.formats}
-    if not by_name:
+    recipes = {key: recipe for key, recipe in RECIPES.items() if name in recipe.formats}
+    if not recipes:
         return "", f"Transformer Engine has no recipe for {name}"
-    own = machine.run_recipe if machine.run_recipe in by_name and machine.capability else ""
-    found = own or next((k for k, recipe in by_name.items() if machine.runs_on(recipe.gpus)), "")
+    runnable = [key for key, recipe in recipes.items() if machine.runs_on(recipe.gpus)]
+    found = runnable[0] if runnable else ""  # the best comes first
+    is_own = machine.capability is not None and machine.run_recipe in recipes
+    if is_own:
+        found = machine.run_recipe
     if not found:
-        widest = max(by_name.values(), key=lambda recipe: len(recipe.gpus))
+        widest = max(recipes.values(), key=lambda recipe: len(recipe.gpus))
         gpus = " or ".join(widest.gpus)  # those of the format's other recipes are among them
         return "", f"{widest.gemms} need a GPU of compute capability {gpus}"
     if machine.te_version is None:
@@ -158,7 +161,7 @@ def te_support(name: str, machine: Machine) -> tuple[str, str]:
     effects = "".join(f", {setting.effect} ({setting.variable})" for setting in _active(found))
     if machine.backward_override:
         effects += f", dgrad and wgrad in BF16 ({OVERRIDE})"
-    whose = "the run's own " if own else ""
+    whose = "the run's own " if is_own else ""
     return found, f"{whose}{found} recipe: {RECIPES[found].text}{effects}"
 
 
