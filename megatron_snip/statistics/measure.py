@@ -43,8 +43,8 @@ _HEALTH_ERRORS = ("input_error", "weight_error", "dgrad_error")
 up their squares under these names."""
 
 
-class TensorNumbers(NamedTuple):
-    """What the scales of entire tensors are made from: FP32 [3], of X, W and G in this order.
+class TensorAmaxes(NamedTuple):
+    """What scales of entire tensors are made from: FP32 [3] each, of X, W and G in this order.
 
     Attributes:
         amax: the largest magnitudes over all tokens of a microbatch, and over the ranks that share
@@ -58,9 +58,9 @@ class TensorNumbers(NamedTuple):
     delayed: Tensor | None = None
 
     def of(self, fmt: Format, operand: Operand, gemm: Gemm) -> Tensor:
-        """Return the number that `quantize_dequantize_operand` takes as `tensor_amax`.
+        """Return what `quantize_dequantize_operand` takes as `tensor_amax`.
 
-        It is an amax, or under delayed scaling a scale.
+        Under delayed scaling that is the scale itself.
         """
         index = list(Operand).index(operand)
         if fmt.scale is ScaleType.DELAYED:
@@ -82,7 +82,7 @@ class Operands(NamedTuple):
         grad_output: G [S, N], the same tokens.
         input_runs: X [R, K], runs of consecutive tokens that are complete tiles of wgrad.
         grad_output_runs: G [R, N / stride], the same tokens, every `stride`-th output feature.
-        numbers: of all of X, W and G; None where no format has a scale per tensor.
+        amaxes: of all of X, W and G; None where no format has a scale per tensor.
     """
 
     input: Tensor
@@ -90,7 +90,7 @@ class Operands(NamedTuple):
     grad_output: Tensor
     input_runs: Tensor
     grad_output_runs: Tensor
-    numbers: TensorNumbers | None = None
+    amaxes: TensorAmaxes | None = None
 
     def of(self, operand: Operand, gemm: Gemm) -> Tensor:
         """Return what enters `gemm`."""
@@ -110,9 +110,9 @@ class Operands(NamedTuple):
             grad_output_runs=self.grad_output_runs.float(),
         )
 
-    def number(self, fmt: Format, operand: Operand, gemm: Gemm) -> Tensor | None:
-        """Return the number of the entire tensor that a format needs, if it is known."""
-        return None if self.numbers is None else self.numbers.of(fmt, operand, gemm)
+    def tensor_amax(self, fmt: Format, operand: Operand, gemm: Gemm) -> Tensor | None:
+        """Return what a scale per tensor is made from (`TensorAmaxes.of`), if it is known."""
+        return None if self.amaxes is None else self.amaxes.of(fmt, operand, gemm)
 
 
 class PartialSums(NamedTuple):
@@ -362,7 +362,7 @@ def _counted(
     """Return what `_quantized` returns; `health` counts what became of the operand."""
     x = operands.of(operand, gemm)
     tiles = Tiles(operand, operand_format(fmt, operand), operand_block(fmt, operand, gemm))
-    scales = health.scales(x, tiles, operands.number(fmt, operand, gemm))
+    scales = health.scales(x, tiles, operands.tensor_amax(fmt, operand, gemm))
     quantized = _quantized(operands, fmt, operand, gemm, stream=stream, scales=scales)
     health.count(x, quantized, tiles, scales[1])
     return quantized
@@ -383,7 +383,7 @@ def _quantized(
         operand,
         gemm,
         stream=stream,
-        tensor_amax=operands.number(fmt, operand, gemm),
+        tensor_amax=operands.tensor_amax(fmt, operand, gemm),
         scales=scales,
         dtype=torch.float32,
     )

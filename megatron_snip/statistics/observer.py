@@ -30,7 +30,7 @@ from megatron_snip.statistics.health_table import HealthTable
 from megatron_snip.statistics.measure import (
     Operands,
     PartialSums,
-    TensorNumbers,
+    TensorAmaxes,
     partial_sums,
     totals,
 )
@@ -255,7 +255,7 @@ class StepObserver:
         if weight is None:
             weight = grad.new_zeros((grad.shape[-1], call.num_inputs))
         x, g = self._sampled_rows(call, sample, weight, grad)
-        numbers = self._tensor_numbers(call, sample, weight, grad)
+        amaxes = self._tensor_amaxes(call, sample, weight, grad)
         stream = grad_output_stream(settings.seed, placement, settings.iteration, sample.microbatch)
         features = self._try(
             placement, partial(sampled_features, stream, weight.shape[0], sample.first_feature)
@@ -268,7 +268,7 @@ class StepObserver:
             grad_output=g[:single],
             input_runs=x[single:],
             grad_output_runs=g[single:, features],
-            numbers=numbers,
+            amaxes=amaxes,
         )
         measure = partial(
             partial_sums,
@@ -378,9 +378,9 @@ class StepObserver:
         self._update_is_counted.add(placement)
         return counted
 
-    def _tensor_numbers(
+    def _tensor_amaxes(
         self, call: _Call, sample: Sample, weight: Tensor, grad: Tensor
-    ) -> TensorNumbers | None:
+    ) -> TensorAmaxes | None:
         """All ranks of the tensor axis: what scales of all of X, W and G need, where a format asks.
 
         Ranks share the scale of an operand whose tokens are split over them, because the linear
@@ -390,7 +390,7 @@ class StepObserver:
         if not self._needs_amax:
             return None
 
-        def find() -> TensorNumbers:
+        def find() -> TensorAmaxes:
             assert sample.input_amax is not None, "stored in the forward"
             weight_amax = amax_of(weight)
             amax = torch.stack([sample.input_amax, weight_amax, amax_of(grad)])
@@ -403,12 +403,12 @@ class StepObserver:
             if call.delayed_scales is not None:
                 assert sample.forward_scales is not None, "stored in the forward"
                 delayed = torch.cat([sample.forward_scales, call.delayed_scales()[2:]])
-            return TensorNumbers(amax, rotated, delayed)
+            return TensorAmaxes(amax, rotated, delayed)
 
         found = self._try(call.placement, find)
         if found is None:
             zeros = weight.new_zeros(len(Operand), dtype=torch.float32)
-            found = TensorNumbers(zeros, zeros)
+            found = TensorAmaxes(zeros, zeros)
         is_split = (call.input_is_split, False, call.output_is_split)  # X, W and G
         if call.token_axis.group is None or not any(is_split):
             return found

@@ -162,7 +162,7 @@ def _quantized(operands: Operands, fmt: Format, operand: Operand, gemm: Gemm) ->
         fmt,
         operand,
         gemm,
-        tensor_amax=operands.number(fmt, operand, gemm),
+        tensor_amax=operands.tensor_amax(fmt, operand, gemm),
         dtype=torch.float32,
     )
 
