@@ -10,7 +10,9 @@ plan_file     a plan file that contradicts other settings, or ran by other recip
 healing       the order in which GEMMs return to high precision
 solve         the problem that rank 0's solver works on
 guard         runs an iteration, again under another plan if the loss demands it
+loss_monitor  which loss is a spike, and whether the plan is to blame
 step          the forward-backward call itself: its data, loss and gradients
+evaluation    what the plan costs: each microbatch under the plan and again in BF16
 alerts        linears beyond the thresholds of `--snip-alert`
 metrics       one iteration's loss, gradient norm, learning rate and speed
 state         what a checkpoint keeps: {owner: state}

@@ -40,6 +40,7 @@ from megatron_snip.planning.settings import PlanSettings
 from megatron_snip.planning.solver_process import SolverProcess
 from megatron_snip.reporting.events import Event, Metrics, PlanApplied, Reporter, Writer
 from megatron_snip.run.alerts import Alerts
+from megatron_snip.run.evaluation import PairedEvaluation
 from megatron_snip.run.guard import Guard, Outcome
 from megatron_snip.run.healing import healing_problem, heals_in_order
 from megatron_snip.run.metrics import StepMetrics
@@ -51,7 +52,6 @@ from megatron_snip.run.solve import PendingProblem, Solve
 from megatron_snip.run.state import ControllerState, reported_settings
 from megatron_snip.run.step import (
     ForwardBackward,
-    PairedEvaluation,
     Results,
     TrainingStep,
     run_once,
@@ -111,11 +111,14 @@ class SnipController:
             UnsupportedError: on every rank, if the backend cannot run the model's linears or the
                 lowest precision among the formats, or the target cannot count seconds.
         """
+        # What the model is, what it can run, and under which settings.
         topology = current_topology() if topology is None else topology
         config = resolve_formats(config, model, topology.control)
         self.model = PlannedModel(model, topology, seed, config.backend, microbatch_tokens)
         self._plans = RunPlans(config, self.model, train_iters, calibration_cache)
         self.config = self._plans.config
+
+        # Who reports, and who does what.
         self.metrics = StepMetrics(topology)
         self._control = topology.control
         self._reporter = Reporter(writers, logs=topology.rank == 0)
@@ -134,6 +137,7 @@ class SnipController:
         self._step_s: list[float] = []  # of ordinary iterations under the current plan
         self._is_ordinary = False  # whether the current iteration's seconds are those of the plan
 
+        # The plan that the run starts with, and the rest of a stopped run's state.
         first = self._plans.first_plan(state, seed)
         self.plan = first.plan
         self.history: list[tuple[int, str]] = []

@@ -9,7 +9,7 @@ measurement    after the last part: statistics -> divergences -> planning proble
 import logging
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -81,30 +81,24 @@ def observing(observation: Observation | None) -> AbstractContextManager[None]:
 
 
 @dataclass(frozen=True)
-class _Measured:
-    """What was measured before an iteration.
+class _Progress:
+    """What was measured so far.
 
     Attributes:
-        iteration: the iteration that follows.
-        mean: the running mean of the statistics, or None.
+        mean: the running mean of the statistics, or None before the first measurement.
         seconds: wall time that measuring has added since the refresh began.
         failure: the first reason why a part was not measured since then, or None.
         health: by linear, of the parts since then.
     """
 
-    iteration: int
-    mean: StatisticsTable | None
-    seconds: float
-    failure: str | None
-    health: dict[str, LinearHealth]
+    mean: StatisticsTable | None = None
+    seconds: float = 0.0
+    failure: str | None = None
+    health: Mapping[str, LinearHealth] = field(default_factory=dict)
 
 
 class Observations:
-    """The measurements of a run; all ranks call every method together.
-
-    Attributes:
-        mean: the running mean of the statistics, or None before the first measurement.
-    """
+    """The measurements of a run; all ranks call every method together."""
 
     def __init__(
         self, config: SnipConfig, model: PlannedModel, available: AvailableOptions, optimizer: Any
@@ -117,7 +111,6 @@ class Observations:
             available: the options of a plan.
             optimizer: Megatron's optimizer.
         """
-        self.mean: StatisticsTable | None = None
         self._config = config
         self._model = model
         self._available = available
@@ -126,10 +119,14 @@ class Observations:
         self._optimizer = optimizer
         self._topology = model.runtime.topology
         self._dispatch = ExpertDispatch(model.chunks, self._topology)
-        self._seconds = 0.0
-        self._failure: str | None = None
-        self._health: dict[str, LinearHealth] = {}
-        self._before: _Measured | None = None  # the iteration that was measured last
+        self._progress = _Progress()
+        self._last_measured: int | None = None  # an iteration
+        self._progress_before = _Progress()
+
+    @property
+    def mean(self) -> StatisticsTable | None:
+        """The running mean of the statistics, or None before the first measurement."""
+        return self._progress.mean
 
     def may_begin(self) -> bool:
         """All ranks: whether AdamW's moments have seen enough steps on every rank."""
@@ -150,19 +147,12 @@ class Observations:
         Returns:
             None if a rank fails; then `check_complete` raises.
         """
-        if self._before is not None and self._before.iteration == iteration:
-            self.mean = self._before.mean
-            self._seconds = self._before.seconds
-            self._failure = self._before.failure
-            self._health = dict(self._before.health)
-        else:
-            self._before = _Measured(
-                iteration, self.mean, self._seconds, self._failure, dict(self._health)
-            )
+        if iteration == self._last_measured:
+            self._progress = self._progress_before
+        self._last_measured = iteration
+        self._progress_before = self._progress
         if part == 0:
-            self._seconds = 0.0
-            self._failure = None
-            self._health = {}
+            self._progress = _Progress(mean=self.mean)
         measured = self._model.all_linears[part::num_parts]
         names = frozenset(linear.name for linear in measured)
         weights = self._model.weights(names)
@@ -208,9 +198,13 @@ class Observations:
         if outcome.num_runs > 1:
             self._fail("the guard ran this iteration twice")
             return
-        self._seconds += observation.observer.seconds
-        self.mean = running_mean(self.mean, table, self._config.stat_decay)
-        self._health |= {linear.name: linear for linear in health.linears}
+        of_part = {linear.name: linear for linear in health.linears}
+        self._progress = replace(
+            self._progress,
+            mean=running_mean(self.mean, table, self._config.stat_decay),
+            seconds=self._progress.seconds + observation.observer.seconds,
+            health={**self._progress.health, **of_part},
+        )
 
     def check_complete(self) -> None:
         """Raise if a part was not measured since the first one began; the same on all ranks.
@@ -218,8 +212,8 @@ class Observations:
         Raises:
             PlanningError: with the first reason.
         """
-        if self._failure is not None:
-            raise PlanningError(self._failure)
+        if self._progress.failure is not None:
+            raise PlanningError(self._progress.failure)
 
     @property
     def is_measured(self) -> bool:
@@ -237,9 +231,9 @@ class Observations:
         divergences = self._divergences(warn=self._topology.rank == 0)
         problem = self._available.restrict(planning_problem(divergences, target))
         table = divergences.statistics
-        linears = (self._health.get(linear.name) for linear in table.linears)
+        linears = (self._progress.health.get(linear.name) for linear in table.linears)
         health = HealthTable(table.iteration, tuple(each for each in linears if each))
-        return Measurement(divergences, problem, self._seconds, health)
+        return Measurement(divergences, problem, self._progress.seconds, health)
 
     def loss_divergence(self, plan: PrecisionPlan) -> float | None:
         """Return a plan's loss divergence by the measurements so far; None without any."""
@@ -259,9 +253,10 @@ class Observations:
 
     def load_state_dict(self, state: StatisticsTable | None) -> None:
         """Continue with the measurements of a stopped run."""
-        self.mean = state
-        self._before = None
+        self._progress = _Progress(mean=state)
+        self._last_measured = None
 
     def _fail(self, reason: str) -> None:
         """Remember the first reason why a part was not measured."""
-        self._failure = self._failure or reason
+        if self._progress.failure is None:
+            self._progress = replace(self._progress, failure=reason)

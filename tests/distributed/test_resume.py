@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from megatron_snip.errors import SnipError
 from megatron_snip.planning.plan import PrecisionPlan, write_plan
-from megatron_snip.run.guard import WATCHED_ITERATIONS
+from megatron_snip.run.loss_monitor import WATCHED_ITERATIONS
 from megatron_snip.run.state import ControllerState
 from tests.distributed.launch import Server
 from tests.distributed.layouts import TP2

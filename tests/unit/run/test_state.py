@@ -11,7 +11,8 @@ import torch
 from megatron_snip.config import SnipConfig
 from megatron_snip.errors import UsageError
 from megatron_snip.log import forget_warnings
-from megatron_snip.run.guard import GuardState, LossMonitor
+from megatron_snip.run.guard import GuardState
+from megatron_snip.run.loss_monitor import LossMonitor
 from megatron_snip.run.schedule import ScheduleState
 from megatron_snip.run.solve import PendingProblem
 from megatron_snip.run.state import ControllerState, reported_settings, resumed_state

@@ -1,4 +1,4 @@
-"""The guard's judgement of losses after a plan change."""
+"""The judgement of losses after a plan change."""
 
 import json
 import math
@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from megatron_snip.run.guard import PATIENCE, WATCHED_ITERATIONS, LossMonitor
+from megatron_snip.run.loss_monitor import PATIENCE, WATCHED_ITERATIONS, LossMonitor
 
 SIGMAS = 6.0
 CURVES: list[dict[str, Any]] = json.loads(
