@@ -80,6 +80,7 @@ def attach(
         microbatch_tokens=None if varying else int(args.micro_batch_size) * int(args.seq_length),
         calibration_cache=_directory(config, args) / "calibration.json",
         train_iters=getattr(args, "train_iters", None),
+        num_done=num_done,
     )
     session.graphs = Graphs(session.controller.model)
     if topology.rank == 0:

@@ -88,6 +88,7 @@ class SnipController:
         microbatch_tokens: int | None = None,
         calibration_cache: Path | None = None,
         train_iters: int | None = None,
+        num_done: int = 0,
     ) -> None:
         """All ranks: attach to a built model.
 
@@ -103,6 +104,7 @@ class SnipController:
             microbatch_tokens: samples of a microbatch times their length; None if they vary.
             calibration_cache: a file of rank 0 that stores measured seconds for a resumed run.
             train_iters: the last iteration of the run; healing needs it.
+            num_done: iterations that the weights have done; with a state that is the state's.
 
         Raises:
             UsageError: on every rank, if the policy is unknown, a pin or the plan file does not
@@ -128,7 +130,7 @@ class SnipController:
         self._warn_if_nothing_is_measured(train_iters)
 
         # Where training is.
-        self._iteration = 0 if state is None else state.iteration  # that began last
+        self._iteration = num_done if state is None else state.iteration  # that began last
         self._is_in_iteration = False
         self._has_trained = False
         # What the next report says beside an iteration's metrics.
@@ -341,7 +343,7 @@ class SnipController:
         before = {} if state is None else state.plan.linears
         num_changed = sum(o != before.get(name, BF16) for name, o in self.plan.linears.items())
         is_resumed = state is not None and state.plan.digest == self.plan.digest
-        num_done = 0 if state is None else state.iteration
+        num_done = self._iteration
         if state is not None and not is_resumed:
             self.history.append((num_done + 1, self.plan.digest))
             # What the guard may fall back to.

@@ -212,6 +212,7 @@ def make_hook(state: TrainingState, writers: list[Writer], start: Progress | Non
         state=None if start is None else start.snip,
         microbatch_tokens=config.micro_batch_size * config.seq_length,
         train_iters=config.train_iters,
+        num_done=0 if start is None else start.iteration,
     )
 
 

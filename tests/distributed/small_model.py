@@ -147,6 +147,7 @@ class Trainer:
         solver: Any = None,
         state: ControllerState | None = None,
         writers: Sequence[Writer] = (),
+        num_done: int = 0,
     ) -> SnipController:
         """Attach SNIP; events are kept on all ranks (the controller needs a writer on one)."""
         self.events = Memory()
@@ -158,6 +159,7 @@ class Trainer:
             state=state,
             solver=solver,
             train_iters=self.config.train_iters,
+            num_done=num_done,
         )
 
     def advance(self, steps: int, hook: TrainingHook | None = None) -> None:

@@ -92,6 +92,14 @@ def start(snip: dict[str, Any], file: str) -> str:
     return ""
 
 
+def turn_on() -> list[int]:
+    """On ranks: train without SNIP, then with it; return where its first plan was reported."""
+    with layout({**MODEL, "train_iters": 20}) as trainer:
+        trainer.advance(STOPPED_AT)
+        trainer.controller({"policy": "uniform-fp4"}, num_done=STOPPED_AT).close()
+        return [iteration for iteration, _ in trainer.events.applied]
+
+
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
     running = Server(preload=["tests.distributed.small_model"])
@@ -108,6 +116,10 @@ def on_ranks(server: Server, name: str, **arguments: Any) -> Any:
         second.pop("warnings", None)
     assert first == second
     return {**first, "warnings": log_of_rank_0} if isinstance(first, dict) else first
+
+
+def test_a_run_that_turns_snip_on_reports_its_first_plan_where_it_is(server: Server) -> None:
+    assert on_ranks(server, "turn_on") == [STOPPED_AT + 1]
 
 
 def test_new_formats_hold_from_the_first_iteration(server: Server) -> None:
