@@ -74,5 +74,10 @@ def run(args: argparse.Namespace) -> int:
             "warning: evaluation recipes are left out: a plan holds in training and evaluation; "
             "--snip-eval-precision bf16 evaluates in BF16"
         )
+    if any(file.stores_weights() for file in files):
+        print(
+            "fp8_param and fp4_param are left out: a plan does not say how weights are stored, "
+            "Megatron's flags do; export --fp8-param writes them again"
+        )
     print(f"wrote {args.output}")
     return 0

@@ -291,6 +291,15 @@ class PrecisionFile:
             one.get("evaluation_recipe", one.get(_TRAINING)) != one.get(_TRAINING) for one in each
         )
 
+    def stores_weights(self) -> bool:
+        """Return whether a recipe says that a weight is stored in FP8 or FP4."""
+        each = (config for config in self.configs.values() if isinstance(config, dict))
+        recipes = (one.get(_TRAINING) for one in each)
+        return any(
+            isinstance(one, dict) and (one.get("fp8_param") or one.get("fp4_param"))
+            for one in recipes
+        )
+
 
 def stage_paths(path: Path, count: int) -> list[Path]:
     """Return where the files go: `path` itself, or `NAME.stage0.yaml` and so on for several."""

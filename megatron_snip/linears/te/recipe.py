@@ -103,17 +103,19 @@ class RecipeFields(BaseModel, extra="forbid", strict=True):
 
     @model_validator(mode="after")
     def _is_a_format(self) -> Self:
-        assert self.recipe
+        follows_the_run = not self.override_quantized_autocast
+        for field, is_stored in storage_fields(self.recipe).items():
+            if getattr(self, field) and not (is_stored or follows_the_run):
+                name = field.partition("_")[0].upper()
+                raise UsageError(
+                    f"{field} stores weights in {name}, and this recipe does not run all three "
+                    "GEMMs in it; drop it"
+                )
         return self
 
     @property
     def recipe(self) -> TERecipe:
         """What the three GEMMs run in."""
-        if self.fp8_param or self.fp4_param:
-            fp = "fp8" if self.fp8_param else "fp4"
-            raise UsageError(
-                f"{fp}_param stores weights in {fp.upper()}, which no plan can change; drop it"
-            )
         fp8, fp4 = self.fp8_quantization_recipe, self.fp4_quantization_recipe
         if fp8 is not None and fp4 is not None:
             raise UsageError("an FP8 and an FP4 recipe at once; give one of them")

@@ -48,7 +48,9 @@ def test_a_plan_for_blackwell(folder: Path, printed: Any, imported: Any) -> None
     assert back.policy == "imported" and back.efficiency == pytest.approx(0.5)
 
 
-def test_each_entry_can_say_how_its_weight_is_stored(folder: Path, printed: Any) -> None:
+def test_each_entry_can_say_how_its_weight_is_stored(
+    folder: Path, printed: Any, imported: Any
+) -> None:
     write_plan(plan_of(["fp4", "fp8", "bf16", "fp8-fp8-bf16"]), Path("plan.json"))
     text = printed(*EXPORT, "10.0", "--fp8-param")
     configs = yaml.safe_load(Path("out.yaml").read_text())["configs"]
@@ -63,8 +65,22 @@ def test_each_entry_can_say_how_its_weight_is_stored(folder: Path, printed: Any)
         "fp8-fp8-bf16": (False, False),
     }
     assert "With --fp4-param-gather weights are stored as the file says." in text
+    assert imported("out.yaml") == ["nvfp4", "mxfp8", "bf16", "mxfp8-mxfp8-bf16"]
+    text = printed("import", "out.yaml", "--problem", "problem.json", "--output", "back.json")
+    assert "fp8_param and fp4_param are left out: a plan does not say how weights are sto" in text
     printed(*EXPORT, "10.0")
     assert "fp8_param" not in Path("out.yaml").read_text()
+    text = printed("import", "out.yaml", "--problem", "problem.json", "--output", "back.json")
+    assert "are left out" not in text
+
+
+def test_a_weight_stored_in_the_runs_own_delayed_scaling_is_imported(
+    folder: Path, printed: Any, imported: Any
+) -> None:
+    write_plan(plan_of(["fp8", "bf16", "fp8", "bf16"]), Path("plan.json"))
+    printed(*EXPORT, "10.0", "--fp8-recipe", "delayed", "--fp8-param")
+    assert "fp8_param: true" in Path("out.yaml").read_text()
+    assert imported("out.yaml", "--base", "fp8") == ["fp8", "bf16", "fp8", "bf16"]
 
 
 def test_the_flags_that_the_run_needs_are_printed(folder: Path, printed: Any) -> None:

@@ -61,6 +61,7 @@ def test_delayed_scaling_is_left_to_the_run_s_own_autocast(name: str) -> None:
         ({"fp8_recipe": "mxfp8"}, "unknown key 'fp8_recipe' (did you mean"),
         ({"fp8_param": True}, "stores weights in FP8"),
         ({"fp4_param": True}, "stores weights in FP4"),
+        ({"fp8_quantization_recipe": "mxfp8", "fp4_param": True}, "stores weights in FP4"),
         ({"override_quantized_autocast": "false"}, "must be a valid boolean, got 'false'"),
         (
             {"fp8_quantization_recipe": "mxfp8", "fp4_quantization_recipe": "nvfp4"},
