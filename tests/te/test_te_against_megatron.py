@@ -108,6 +108,34 @@ def test_observers_see_what_they_see_of_megatrons_own_linears(changes: dict[str,
     agree(te, local)
 
 
+def gathered_for_the_backward(module: Any, inputs: Any, outputs: Any) -> Any:
+    """A forward hook as Megatron-FSDP's where experts overlap: the weight is gone until then."""
+    complete = module.weight.detach().clone()
+    module.weight.data.zero_()
+
+    def gather(grads: Any) -> None:
+        module.weight.data.copy_(complete)
+
+    output, bias = outputs
+    output = output.view_as(output)
+    torch.autograd.graph.register_multi_grad_hook([output], gather, mode="any")
+    return output, bias
+
+
+def test_a_weight_that_a_backward_hook_gathers_is_read_after_it() -> None:
+    model = build()
+    wanted = observed(model, planned(model))
+    model = build()
+    for module in model.modules():
+        if hasattr(module, "te_quant_params"):
+            module.register_forward_hook(gathered_for_the_backward)
+    found = observed(model, planned(model))
+    assert found.keys() == wanted.keys() and len(found) == 8
+    for instance, each in wanted.items():
+        for mine, theirs in zip(found[instance], each, strict=True):
+            assert all(map(torch.equal, mine, theirs)), instance
+
+
 @pytest.mark.parametrize("grouped", [False, True])
 def test_experts_without_tokens_show_no_rows(grouped: bool) -> None:
     models = twins(grouped, **EXPERTS, normalization="LayerNorm")

@@ -176,9 +176,14 @@ class RecipeTELinear:
         """Set the module's recipe from now on; idempotent."""
         if self._hooks:
             return
+        # First among the forward hooks, so the backward of a tap runs after that of the others:
+        # Megatron-FSDP's may gather there the weight that the tap reads.
+        tap = self.module.register_forward_hook(
+            self._after_forward, with_kwargs=True, prepend=True
+        )
         self._hooks = [
             self.module.register_forward_pre_hook(self._before_forward, with_kwargs=True),
-            self.module.register_forward_hook(self._after_forward, with_kwargs=True),
+            tap,
         ]
         if (stored := self.stored) is not None:
             restore = self.module.register_forward_hook(
