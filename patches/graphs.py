@@ -147,7 +147,8 @@ class Graphs:
         for helper, arguments in helpers.items():
             if num_changed := self._num_changed(helper):
                 self._log(
-                    f"capturing layers again: {num_changed} captured linears have a new option"
+                    f"capturing layers again: {num_changed} captured linears have a new option "
+                    "(--snip-change-penalty makes such changes rarer)"
                 )
                 helper.delete_cuda_graphs()
                 helper.__init__(**arguments)  # a capture changes the counts that it starts from

@@ -114,7 +114,8 @@ def save(call: Call, session: Session) -> Any:
 @patch(CHECKPOINTING, "_load_base_checkpoint", needs=("ckpt_cfg", "rank0"), returns=3)
 def load(call: Call, session: Session) -> Any:
     """Take SNIP's state from the checkpoint that Bridge reads."""
-    return load_state(call, session, call.arguments["ckpt_cfg"].finetune)
+    settings = call.arguments["ckpt_cfg"]
+    return load_state(call, session, settings.finetune, settings.ckpt_format)
 
 
 @patch(PRETRAIN, "_finish_train")

@@ -17,4 +17,5 @@ def save(call: Call, session: Session) -> Any:
 @patch(CHECKPOINTING, "_load_base_checkpoint", needs=("args", "rank0"), returns=3)
 def load(call: Call, session: Session) -> Any:
     """Take SNIP's state from the checkpoint that Megatron reads."""
-    return load_state(call, session, getattr(call.arguments["args"], "finetune", False))
+    args = call.arguments["args"]
+    return load_state(call, session, getattr(args, "finetune", False), args.ckpt_format)

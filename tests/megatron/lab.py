@@ -53,6 +53,7 @@ LAYOUTS: dict[str, tuple[int, list[str]]] = {
     "ep2": (2, EXPERTS),
     "fsdp2": (2, FSDP2),
     "megatron-fsdp": (2, MEGATRON_FSDP),
+    "one megatron-fsdp": (1, MEGATRON_FSDP),
 }
 """Ranks and flags."""
 

@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 
+from megatron_snip.patches.checkpoint import read_fsdp_state
+from megatron_snip.run.state import ControllerState
 from tests.distributed.launch import Run
 from tests.megatron.lab import (
     COLLECT_ONLY,
@@ -14,8 +16,10 @@ from tests.megatron.lab import (
     Lab,
     applied_plans,
     logged,
+    snip_lines,
     weights,
 )
+from tests.megatron.test_checkpoints import killed, resumed
 
 LAYOUTS = ("fsdp2", "megatron-fsdp")
 
@@ -81,6 +85,25 @@ def test_a_plan_that_breaks_an_iteration_is_reverted_without_a_trace(lab: Lab, l
     run = lab.run(layout, SNIP, {"TINY_BREAK": "1"})
     assert weights(run) == weights(lab.run(layout))
     assert "reverted" in run.logs[0], run.report
+
+
+def test_a_killed_run_resumes_with_its_plan(lab: Lab) -> None:
+    """On one rank; Megatron 0.19 itself does not save on two ranks of a CPU."""
+    layout = "one megatron-fsdp"
+    uninterrupted = lab.planned(layout)
+    again = resumed(lab, layout, killed(lab, layout))
+    assert weights(again) == weights(uninterrupted)
+    assert any("training resumes after iteration 7 with" in line for line in snip_lines(again))
+    assert applied_plans(again) == [9]
+
+
+def test_a_checkpoint_of_torch_fsdp2_holds_the_plan(lab: Lab) -> None:
+    """Megatron 0.19 itself cannot load what it has saved in this format."""
+    folder = killed(lab, "fsdp2")
+    state = ControllerState.from_dict(read_fsdp_state(folder / "iter_0000007"))
+    assert state.iteration == 7 and state.solve is not None
+    plan = json.loads((folder / "snip" / "plans" / "3.json").read_text())
+    assert state.plan.digest == plan["digest"]
 
 
 def measured(run: Run) -> Iterator[tuple[str, float]]:
