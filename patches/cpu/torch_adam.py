@@ -64,7 +64,9 @@ def _load_with_own_steps(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(original)
     def load_state_dict(self: Any, state_dict: Any) -> Any:
-        steps = {float(g["step"]) for g in state_dict["optimizer"]["param_groups"] if "step" in g}
+        # Megatron-FSDP's state has no such groups, and each parameter's step beside its moments.
+        groups = state_dict.get("optimizer", {}).get("param_groups", ())
+        steps = {float(g["step"]) for g in groups if "step" in g}
         result = original(self, state_dict)
         if len(steps) == 1:
             (step,) = steps
