@@ -178,9 +178,7 @@ class RecipeTELinear:
             return
         # First among the forward hooks, so the backward of a tap runs after that of the others:
         # Megatron-FSDP's may gather there the weight that the tap reads.
-        tap = self.module.register_forward_hook(
-            self._after_forward, with_kwargs=True, prepend=True
-        )
+        tap = self.module.register_forward_hook(self._after_forward, with_kwargs=True, prepend=True)
         self._hooks = [
             self.module.register_forward_pre_hook(self._before_forward, with_kwargs=True),
             tap,
