@@ -72,10 +72,10 @@ def load_state(call: Call, session: Session, is_new_run: bool, ckpt_format: str)
 
 def read_fsdp_state(checkpoint: str | Path) -> Any:
     """All ranks: return SNIP's state in a checkpoint of FSDP, or None if it has none."""
-    from torch.distributed import checkpoint as dcp
     from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+    from torch.distributed.checkpoint.state_dict_loader import load
 
     found: dict[str, Any] = {KEY: "null"}
     planner = DefaultLoadPlanner(allow_partial_load=True)  # leaves what the checkpoint lacks
-    dcp.load(found, checkpoint_id=checkpoint, planner=planner)
+    load(found, checkpoint_id=checkpoint, planner=planner)
     return json.loads(found[KEY])
