@@ -142,9 +142,9 @@ def snip_config(args: argparse.Namespace, given: Mapping[str, Any] | SnipConfig)
 
 
 def _auto_formats(config: SnipConfig, args: argparse.Namespace) -> tuple[str, ...]:
-    """Return what `auto` will mean once the model is built; refuse now what cannot run then.
+    """Return what `auto` may mean once the model is built; refuse now what cannot run then.
 
-    Some of the formats may still go then, because no stored weight allows them.
+    The model decides which two of the formats it is: a stored weight may not allow the lowest.
     """
     from megatron_snip.linears.availability import te_formats
     from megatron_snip.linears.te.machine import this_machine

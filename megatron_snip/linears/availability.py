@@ -53,14 +53,17 @@ def resolve_formats(
     machine = this_machine(with_te, get_model_config(model[0]) if with_te else None)
     is_auto = config.formats == (AUTO,)
     formats = config.formats
-    if is_auto:
-        formats = te_formats(machine) if with_te else SIMULATED_FORMATS
-    if is_auto and with_te and not config.collect_only:
-        formats = tuple(
-            name
-            for name in formats
-            if any_rank(_fits_a_weight(te_support(name, machine)[0], model, machine), control)
-        )
+    if is_auto and with_te:
+        formats = te_formats(machine)
+        if not config.collect_only:
+            formats = tuple(
+                name
+                for name in formats
+                if any_rank(_fits_a_weight(te_support(name, machine)[0], model, machine), control)
+            )
+        formats = two_lowest(formats)
+    elif is_auto:
+        formats = SIMULATED_FORMATS
     if control is None or torch.distributed.get_rank() == 0:
         backend = "te" if with_te else "simulate"
         if is_auto:
@@ -112,8 +115,17 @@ def _log_recipes(formats: Sequence[str], machine: Machine) -> None:
         warn_once_per_job(logger, f"snip: {line}")
 
 
+def two_lowest(formats: Sequence[str]) -> tuple[str, ...]:
+    """Return what `auto` takes of the formats that can run, the highest precision first.
+
+    With three formats no plan that counts FLOPs would use the middle one: it has an error, and
+    saves as little of the lowest precision's FLOPs as the highest one.
+    """
+    return tuple(formats[-2:])
+
+
 def te_formats(machine: Machine) -> tuple[str, ...]:
-    """Return the formats that `auto` means for Transformer Engine's linears on a machine.
+    """Return the formats that Transformer Engine's linears can run, the highest precision first.
 
     Raises:
         UnsupportedError: if it runs BF16 only.

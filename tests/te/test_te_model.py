@@ -113,7 +113,7 @@ def available(model: Any, **settings: Any) -> AvailableOptions:
     ("capability", "formats", "tiles"),
     [
         (HOPPER, ("bf16", "fp8"), {"fp8": (128, (128, 128), 0)}),
-        (BLACKWELL, ("bf16", "fp8", "fp4"), {"fp8": (32, (1, 32), 0), "fp4": (16, (16, 16), 16)}),
+        (BLACKWELL, ("fp8", "fp4"), {"fp8": (32, (1, 32), 0), "fp4": (16, (16, 16), 16)}),
     ],
 )
 def test_auto_takes_what_the_machine_runs_and_measures_it(

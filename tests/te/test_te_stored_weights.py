@@ -285,7 +285,7 @@ def test_auto_leaves_out_what_no_stored_weight_allows(
 ) -> None:
     model = job(recipe)
     assert resolve_formats(SnipConfig(), [model], None).formats == formats
-    every = ("bf16", "fp8", "fp4")
+    every = ("fp8", "fp4")
     assert resolve_formats(SnipConfig(collect_only=True), [model], None).formats == every
     assert resolve_formats(SnipConfig(), [job(recipe, stored=False)], None).formats == every
     config = resolve_formats(SnipConfig(), [model], None)

@@ -15,7 +15,7 @@ ENVIRONMENT = {
     "TORCHDYNAMO_DISABLE": "1",
     "PYTEST_ADDOPTS": "",
 }
-TIME_LIMIT_S = 600
+TIME_LIMIT_S = 3000
 
 
 @pytest.mark.timeout(TIME_LIMIT_S + 20)
