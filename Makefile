@@ -70,6 +70,7 @@ install: $(STAMP)  ## make .venv and install the pinned packages
 $(RUN_STAMP):
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 	  { echo "megatron-snip needs Python 3.11 or later; got $$($(PYTHON) --version). Set PYTHON=..."; exit 1; }
+	@echo "installing what a run needs into $(VENV): 1.1 GB, some minutes"
 	$(PYTHON) -m venv $(VENV)
 	@$(INSTALL_LOCKED) $(TORCH_CPU) --extra-index-url $(TORCH_INDEX) --retries 1 || \
 	  echo "could not install torch for the CPU alone; taking PyPI's"

@@ -79,6 +79,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+def timed_answer(words: list[str]) -> tuple[int, str, float]:
+    """Return what `answer` returns, and the seconds of CPU that it took."""
+    begin = time.process_time()
+    status, output = answer(words)
+    return status, output, time.process_time() - begin
+
+
 def cases() -> Iterator[tuple[str, str]]:
     for name, commands in COMMANDS.items():
         for words in commands:
@@ -105,18 +112,16 @@ def test_an_answer_is_one_line_or_success(name: str, words: str, folder: Path) -
     @given(content=mutants(value))
     def one(content: bytes) -> None:
         path.write_bytes(content + b"\n")
-        begin = time.process_time()
-        status, output = answer(line)
-        seconds = time.process_time() - begin
+        status, output, seconds = timed_answer(line)
+        if seconds >= CPU_S + usual_s:  # by chance, on a loaded machine?
+            status, output, seconds = timed_answer(line)
         assert status == 0 or (status == 2 and output.count("\n") == 1), output[-2000:]
         assert seconds < CPU_S + usual_s, f"{seconds} s of CPU: {output[-200:]}"
 
     warnings.simplefilter("ignore")  # as in a rank; Megatron warns of its own settings
     try:
         answer(line)  # imports
-        begin = time.process_time()
-        answer(line)
-        usual_s = time.process_time() - begin  # a report draws its figures
+        _, _, usual_s = timed_answer(line)  # a report draws its figures
         one()
     finally:
         path.write_bytes(good)
