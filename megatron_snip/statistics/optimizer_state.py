@@ -233,8 +233,9 @@ def _rule(
     if is_matrix and known - {"step"} and "exp_avg_sq" not in known:
         warn_once_per_job(
             logger,
-            f"snip: the state of the optimizer {type(inner).__name__} is not known (AdamW, "
-            "Adafactor, Muon and momentum are), so gradients stand for its updates",
+            f"snip: the state of the optimizer {type(inner).__name__} is not known (AdamW's is; "
+            "those of Adafactor, Muon and momentum are where a rank holds a complete weight), so "
+            "gradients stand for its updates",
         )
     return _adam
 
