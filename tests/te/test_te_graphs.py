@@ -20,6 +20,7 @@ from megatron.core.num_microbatches_calculator import (
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.cuda_graphs import TECudaGraphHelper
 from megatron.core.transformer.enums import CudaGraphScope
+from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_snip.linears.model import PlannedModel
 from megatron_snip.patches import graphs
@@ -209,6 +210,8 @@ def test_layers_are_captured_again_for_a_new_plan(
     session: Session, monkeypatch: pytest.MonkeyPatch, run: str
 ) -> None:
     if run == "fused MLP":
+        if "use_transformer_engine_op_fuser" not in TransformerConfig.__dataclass_fields__:
+            pytest.skip("in this Megatron-Core graphs and fused operations do not meet")
         spec = models.get_gpt_layer_with_transformer_engine_spec
         fused = partial(spec, use_te_op_fuser=True)
         monkeypatch.setattr(models, "get_gpt_layer_with_transformer_engine_spec", fused)

@@ -153,6 +153,8 @@ def sandbox(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     folder = tmp_path_factory.mktemp("docs")
     settings = config(start_step=21, interval=105)  # files of 21 and 126, as the demo has
     write_run(folder / "runs" / "demo", Shape(settings, iterations=130, layers=4))
+    settings = config(start_step=12, interval=10)  # the job of the page on getting started
+    write_run(folder / "runs" / "gpt", Shape(settings, iterations=30, layers=2))
     write_run(folder / "runs" / "bf16", Shape(config(enabled=False), iterations=32))
     for name in ("configs", "docs", "launch"):
         (folder / name).symlink_to(ROOT / name)

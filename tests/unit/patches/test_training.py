@@ -97,7 +97,7 @@ def save(fake: Any, ckpt_format: str = "torch_dist") -> Any:
 
 
 def load(fake: Any, rank0: bool = False, finetune: bool = False) -> Any:
-    args = Namespace(finetune=finetune)
+    args = Namespace(finetune=finetune, ckpt_format="torch_dist")
     return fake.checkpointing._load_base_checkpoint("/nowhere", args, rank0=rank0)
 
 
