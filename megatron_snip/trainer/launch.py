@@ -305,6 +305,9 @@ def train_as_rank(config: TrainConfig) -> TrainingResult:
         r"The \.grad attribute of a Tensor that is not a leaf",
     ):
         warnings.filterwarnings("ignore", message=message)
+    from megatron_snip.patches import cpu
+
+    cpu.install()  # before Megatron's import, which compiles its helpers
     from megatron_snip.trainer.session import run_rank
 
     return run_rank(config)

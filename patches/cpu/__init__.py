@@ -62,7 +62,7 @@ def install(claim_cuda: bool = False, capability: tuple[int, int] = (8, 0)) -> b
     if torch.cuda.is_available():
         return False
     # Megatron's fused helpers are torch.compile'd at import, and without a GPU that needs a C++
-    # compiler. The variable is read when they are decorated, the setting when they are called.
+    # compiler. Those of a Megatron that was imported before are switched off here.
     os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
     with ExitStack() as undo:  # an error undoes what was replaced before it
         found = _torch_replacements(claim_cuda, capability)
@@ -118,6 +118,7 @@ def _torch_replacements(
     yield torch._C, "_graph_pool_handle", torch.cuda.graph_pool_handle  # Transformer Engine's
     for name in ("range_push", "range_pop"):
         yield torch.cuda.nvtx, name, constant(None)
+    yield torch, "compile", _eager
     if claim_cuda:
         yield torch.cuda, "is_available", constant(True)
         yield torch.cuda, "is_initialized", constant(True)
@@ -129,6 +130,11 @@ def _torch_replacements(
     yield dist, "all_to_all_single", _plain_splits(dist.all_to_all_single)
     yield dist, "all_gather", _uneven_all_gather(dist.all_gather)
     yield DeviceMesh, "__init__", _mesh_of_cpus(DeviceMesh.__init__)
+
+
+def _eager(model: Any = None, **_options: Any) -> Any:
+    """Answer torch.compile with the function itself: Dynamo alone takes seconds to import."""
+    return model if model is not None else _eager
 
 
 def _without_draws(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -68,6 +68,12 @@ def test_uninstall_puts_back_the_very_objects() -> None:
 
 
 @pytest.mark.usefixtures("patched")
+def test_nothing_is_compiled() -> None:
+    assert torch.compile(snapshot) is snapshot
+    assert torch.compile(dynamic=True)(snapshot) is snapshot
+
+
+@pytest.mark.usefixtures("patched")
 def test_cuda_devices_mean_the_cpu() -> None:
     device = torch.cuda.current_device()
     made = [
