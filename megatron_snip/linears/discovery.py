@@ -5,16 +5,22 @@ global, 1-based `layer_number`. Every ColumnParallelLinear and RowParallelLinear
 planned, Megatron's own or Transformer Engine's, and Transformer Engine's unsharded ones. Experts of
 a layer share one name; a grouped linear holds several. The output layer and embeddings are outside
 of the layers and stay BF16.
+
+Where a language model is a part of the model, its layers alone are planned. A vision or audio
+encoder beside it, and a teacher within it, have layers with the same names, other tokens and often
+frozen weights; they keep the run's own precision.
 """
 
 import logging
 import re
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
+from megatron.core.models.common.language_module.language_module import LanguageModule
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 
 from megatron_snip.collectives import gather_json
@@ -87,14 +93,18 @@ def find_linears(
     """Return this rank's planned linears in model order, with a placement per weight.
 
     A grouped linear has one weight per expert, any other one. Warns of linears that stay BF16
-    because it is not known which tokens they multiply.
+    because it is not known which tokens they multiply, and of layers beside the language model.
 
     Args:
         model: Megatron's model chunks (several under interleaved pipelines), wrapped or not.
         topology: this rank's place.
+
+    Raises:
+        UnsupportedError: if two linears have one name.
     """
     found: list[tuple[torch.nn.Module, list[Placement]]] = []
     unknown: list[str] = []
+    _warn_of_other_layers(model)
     for block, number, name, module in _layer_modules(model):
         kind = _kind(module)
         own_name = name.rpartition(".")[2]
@@ -109,6 +119,13 @@ def find_linears(
             f"{len(unknown)} linears stay BF16, because they are replicated over tensor-parallel "
             f"ranks and it is not known which tokens each multiplies: {', '.join(unknown)}",
         )
+    times = Counter(place.instance for _, places in found for place in places)
+    for instance, count in times.items():
+        if count > 1:
+            raise UnsupportedError(
+                f"{count} linears of this rank are named {instance}; SNIP plans the layers of one "
+                "language model, and a layer_number must be unique in it"
+            )
     return found
 
 
@@ -125,18 +142,60 @@ def expert_layers(model: Sequence[torch.nn.Module]) -> Iterator[tuple[str, Any]]
 def _layer_modules(
     model: Sequence[torch.nn.Module],
 ) -> Iterator[tuple[str, int, str, torch.nn.Module]]:
-    """Yield (block, global layer_number, name in the layer, module) of the outermost layers."""
+    """Yield (block, global layer_number, name in the layer, module) of the planned layers."""
     for chunk in model:
-        inside: str | None = None
-        for path, layer in chunk.named_modules():
-            match = _LAYER.match(path)
-            number = getattr(layer, "layer_number", None)
-            within = inside is not None and path.startswith(inside)
-            if match is None or within or not isinstance(number, int):
-                continue
-            inside = path + "."
-            for name, module in layer.named_modules():
-                yield match["block"], number, name, module
+        is_planned = _planned_paths(chunk)
+        for path, block, number, layer in _outermost_layers(chunk):
+            if is_planned(path):
+                for name, module in layer.named_modules():
+                    yield block, number, name, module
+
+
+def _outermost_layers(
+    chunk: torch.nn.Module,
+) -> Iterator[tuple[str, str, int, torch.nn.Module]]:
+    """Yield (path, block, global layer_number, layer) of the layers that are in no other layer."""
+    inside: str | None = None
+    for path, layer in chunk.named_modules():
+        match = _LAYER.match(path)
+        number = getattr(layer, "layer_number", None)
+        within = inside is not None and path.startswith(inside)
+        if match is None or within or not isinstance(number, int):
+            continue
+        inside = path + "."
+        yield path, match["block"], number, layer
+
+
+def _planned_paths(chunk: torch.nn.Module) -> Callable[[str], bool]:
+    """Return whether a layer's path is one of the language model's.
+
+    That is the outermost one: a teacher of distillation is another one within it. A chunk without
+    a language model, such as a diffusion model's, is planned as it is.
+    """
+    modules = chunk.named_modules()
+    languages = [path for path, module in modules if isinstance(module, LanguageModule)]
+
+    def is_planned(path: str) -> bool:
+        around = [each for each in languages if not each or path.startswith(f"{each}.")]
+        return len(around) == 1 or not languages
+
+    return is_planned
+
+
+def _warn_of_other_layers(model: Sequence[torch.nn.Module]) -> None:
+    """Warn of layers with linears beside the language model."""
+    left: dict[str, int] = {}
+    for chunk in model:
+        is_planned = _planned_paths(chunk)
+        for path, _, _, layer in _outermost_layers(chunk):
+            if not is_planned(path) and any(_kind(module) for module in layer.modules()):
+                parent = path.rpartition(".")[0]
+                left[parent] = left.get(parent, 0) + 1
+    if left:
+        named = ", ".join(f"{parent} ({count} layers)" for parent, count in left.items())
+        warn_once_per_job(
+            logger, f"layers beside the language model keep the run's precision: {named}"
+        )
 
 
 def _kind(module: torch.nn.Module) -> LinearKind | None:

@@ -6,7 +6,17 @@ from pathlib import Path
 
 import pytest
 
-from tests.bridge.lab import COLLECT_ONLY, LAYOUTS, SNIP, Lab, losses, saving, weights
+from tests.bridge.lab import (
+    COLLECT_ONLY,
+    LAYOUTS,
+    ON_CPU,
+    SCRIPT,
+    SNIP,
+    Lab,
+    losses,
+    saving,
+    weights,
+)
 from tests.megatron.lab import applied_plans, read_lines, snip_lines
 
 
@@ -89,6 +99,26 @@ def test_a_killed_run_resumes_bitwise(lab: Lab, layout: str, tmp_path: Path) -> 
     assert any("resumes after iteration 7 with" in line for line in snip_lines(again))
     assert applied_plans(again) == [9]
     assert losses(again)[-1] == losses(uninterrupted)[-1][-len(losses(again)[-1]) :]
+
+
+def test_a_killed_run_with_a_callback_resumes_bitwise(lab: Lab, tmp_path: Path) -> None:
+    """Saves and loads at one place, as a recipe does that is simply started again."""
+    folder = tmp_path / "checkpoints"
+    words = [*saving(folder), f"checkpoint.load={folder}", *ON_CPU.split()]
+    settings = {"interval": 4, "start_step": 3, "lag": 2, "efficiency_target": 0.5}
+    environment = {"TINY_CALLBACK": json.dumps({**settings, "backend": "simulate"})}
+    script = [SCRIPT, *LAYOUTS["llama-tp2"], *words]
+    killed = lab.run_words(script, {**environment, "TINY_KILL_AFTER": "7"}, plain=True)
+    assert all(status != 0 for status in killed.statuses), killed.report
+    again = lab.run_words(script, environment, plain=True)
+    uninterrupted = lab.run("llama-tp2", SNIP)
+    assert weights(again) == weights(uninterrupted)
+    assert losses(again)[-1] == losses(uninterrupted)[-1][-len(losses(again)[-1]) :]
+    assert any("resumes after iteration 7 with" in line for line in snip_lines(again))
+    assert applied_plans(again) == [9]
+    plans, metrics = folder / "snip" / "plans", read_lines(folder / "snip" / "metrics.jsonl")
+    assert {"3.json", "7.json"} <= {plan.name for plan in plans.iterdir()}
+    assert [row["iteration"] for row in metrics] == list(range(1, 11))
 
 
 def test_an_evaluation_in_both_precisions_says_what_the_plan_costs(lab: Lab) -> None:

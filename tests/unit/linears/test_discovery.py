@@ -1,11 +1,23 @@
 """From Megatron's model to placements: names, shapes, kinds, order."""
 
+import copy
+
 import pytest
 import torch
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.models.multimodal.llava_model import LLaVAModel
+from megatron.core.models.vision.vit_layer_specs import get_vit_layer_with_local_spec
+from megatron.core.tensor_parallel import ColumnParallelLinear
+from megatron.core.transformer.mlp import MLPSubmodules
 
 from megatron_snip.errors import UnsupportedError
+from megatron_snip.formats import get_format
 from megatron_snip.linears.discovery import current_topology, find_linears, global_linears
+from megatron_snip.linears.model import PlannedModel
 from megatron_snip.log import forget_warnings
+from megatron_snip.options import Option
+from megatron_snip.statistics.observer import StepObserver
+from megatron_snip.statistics.sample import MeasureSettings
 from megatron_snip.topology import Axis, Placement, Topology
 from tests.te.models import EXPERTS
 from tests.unit.linears.conftest import MakeModel
@@ -79,6 +91,81 @@ def test_a_linear_that_is_claimed_twice_is_refused() -> None:
     other = Placement("decoder.layers.0.mlp.linear_fc1", 1, "column", 4, 4)
     with pytest.raises(UnsupportedError, match="ranks disagree about decoder"):
         global_linears([one, other], Topology())
+
+
+def vision_language_model(make_model: MakeModel, vision_size: int) -> LLaVAModel:
+    """Megatron's own, of two layers each: `vision_model.decoder`, `language_model.decoder`."""
+    config = make_model(normalization="LayerNorm", hidden_dropout=0.0).config
+    vision = copy.deepcopy(config)
+    vision.hidden_size, vision.kv_channels = vision_size, vision_size // 2
+    vision.vision_model_type = "internvit"
+    return LLaVAModel(
+        language_transformer_config=config,
+        language_transformer_layer_spec=get_gpt_layer_local_spec(normalization="LayerNorm"),
+        language_vocab_size=32,
+        language_max_sequence_length=16,
+        vision_transformer_config=vision,
+        vision_transformer_layer_spec=get_vit_layer_with_local_spec(),
+        drop_vision_class_token=False,
+        vision_projection_config=config,
+        vision_projection_layer_spec=MLPSubmodules(linear_fc1=ColumnParallelLinear),
+        vision_projection_type="affine",
+        img_h=8,
+        img_w=8,
+        patch_dim=4,
+    )
+
+
+@pytest.mark.parametrize("vision_size", [64, 32])
+def test_a_vision_encoder_is_not_taken_for_the_language_model(
+    make_model: MakeModel, caplog: pytest.LogCaptureFixture, vision_size: int
+) -> None:
+    """Of the same size its linears have the same names and shapes; other tokens run there."""
+    forget_warnings()
+    built = vision_language_model(make_model, vision_size)
+    images, ids = torch.randn(2, 3, 8, 8), torch.arange(20).view(2, 10)
+    inputs = {"images": images, "input_ids": ids, "attention_mask": None}
+    inputs |= {"position_ids": torch.arange(10).expand(2, 10), "loss_mask": torch.ones(2, 10)}
+    inputs |= {"labels": ids.clone()}
+    ids[:, 3] = -200  # where the image is
+
+    def loss() -> torch.Tensor:
+        output, mask = built(**inputs)
+        return (output * mask).sum()
+
+    wanted = loss()
+    model = PlannedModel([torch.nn.Sequential(built)], Topology(), seed=0)
+    model.install()
+    own = set(built.language_model.modules())
+    assert len(model.linears) == 8 and all(linear.module in own for linear in model.linears)
+    assert [r.getMessage() for r in caplog.records if "beside" in r.getMessage()] == [
+        "layers beside the language model keep the run's precision: "
+        "0.vision_model.decoder.layers (2 layers)"
+    ]
+    observer = StepObserver(MeasureSettings({"fp8": get_format("fp8")}, 1, 0), Topology(), {})
+    with model.runtime.observed_by(observer):
+        measured = loss()
+        measured.backward()
+    table, _ = observer.table(model.all_linears, 1.0, None)
+    assert measured == wanted
+    # Five tokens of the image, a class token and four patches, replace one of ten.
+    assert {(row.microbatches, row.tokens) for row in table.linears} == {(1, 2 * 14)}
+    model.apply({info.name: Option.uniform("fp8") for info in model.all_linears})
+    assert loss() != wanted
+
+
+def test_a_teacher_within_the_student_is_not_planned(make_model: MakeModel) -> None:
+    student = make_model()
+    student._teacher_model = make_model()  # so distillation holds it
+    found = find_linears([student], Topology())
+    own = set(student.decoder.modules())
+    assert len(found) == 8 and all(module in own for module, _ in found)
+
+
+def test_two_linears_of_one_name_are_refused(make_model: MakeModel) -> None:
+    side_by_side = torch.nn.ModuleList([make_model(), make_model()])
+    with pytest.raises(UnsupportedError, match=r"^2 linears of this rank are named decoder"):
+        find_linears([side_by_side], Topology())
 
 
 def test_shards_that_cut_tiles_are_warned_of_once(
