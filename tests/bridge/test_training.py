@@ -127,3 +127,43 @@ def test_an_evaluation_in_both_precisions_says_what_the_plan_costs(lab: Lab) -> 
     rows = [m for m in read_lines(both.output / "metrics.jsonl") if "validation_loss" in m]
     assert [row["iteration"] for row in rows] == [5, 10]
     assert all(row["eval/loss_increase_error"] > 0 for row in rows)
+
+
+def test_evaluations_of_another_size_are_no_part_of_training(lab: Lab) -> None:
+    """Their own number of samples, microbatches and first iteration, as Bridge's `validation`."""
+    sizes = "eval_interval=3 eval_iters=2 eval_global_batch_size=4 eval_micro_batch_size=1"
+    words = [f"validation.{word}" for word in f"{sizes} start_eval_at_iter=6".split()]
+    plain = lab.run("llama-tp2", words, plain=True)
+    assert weights(plain) == weights(lab.run("llama-tp2"))
+    run = lab.run("llama-tp2", [*SNIP, *words, "--snip-eval-precision", "both"])
+    usual = lab.run("llama-tp2", SNIP)
+    assert weights(run) == weights(usual)
+    assert losses(run) == losses(usual)
+    for name in ("problems/3.json", "problems/7.json", "plans/3.json", "plans/7.json"):
+        assert (run.output / name).read_bytes() == (usual.output / name).read_bytes()
+    rows = read_lines(run.output / "metrics.jsonl")
+    found = {row["iteration"]: row["validation_loss"] for row in rows if "validation_loss" in row}
+    evaluated = run.finished()[-1]["evaluated"]
+    assert found == {6: pytest.approx(float(evaluated[0])), 9: pytest.approx(float(evaluated[1]))}
+    for name, printed in (("final_validation", "validation"), ("test", "test")):
+        pattern = rf"iteration 10 on {printed} set \| lm loss value: (\S+)"
+        (shown,) = re.findall(pattern, run.logs[-1])
+        assert rows[-1][f"{name}_loss"] == pytest.approx(float(shown))
+    # The first plan runs from iteration 5 on, so it costs something in all of them.
+    for iteration, kind in ((6, ""), (9, ""), (10, "final_validation_"), (10, "test_")):
+        assert rows[iteration - 1][f"eval/{kind}loss_increase_error"] > 0
+
+
+def test_an_evaluation_without_training_runs_the_checkpoint_s_plan(
+    lab: Lab, tmp_path: Path
+) -> None:
+    both = [*SNIP, "--snip-eval-precision", "both"]
+    lab.run("llama-tp2", [*both, *saving(tmp_path / "checkpoints")]).finished()
+    words = [f"checkpoint.load={tmp_path / 'checkpoints'}", "validation.skip_train=true"]
+    run = lab.run("llama-tp2", [*both, *words])
+    assert run.statuses == [0, 0], run.report
+    lines = "\n".join(snip_lines(run))
+    for kind in ("final validation", "test"):
+        assert f"iteration 10: {kind} evaluation under the" in lines
+    assert not list(run.output.glob("problems/*"))
+    assert not (run.output / "metrics.jsonl").exists()
