@@ -139,8 +139,10 @@ def test_evaluations_of_another_size_are_no_part_of_training(lab: Lab) -> None:
     usual = lab.run("llama-tp2", SNIP)
     assert weights(run) == weights(usual)
     assert losses(run) == losses(usual)
-    for name in ("problems/3.json", "problems/7.json", "plans/3.json", "plans/7.json"):
-        assert (run.output / name).read_bytes() == (usual.output / name).read_bytes()
+    for name in ("3.json", "7.json"):
+        problems = [(of.output / "problems" / name).read_bytes() for of in (run, usual)]
+        plans = [json.loads((of.output / "plans" / name).read_text()) for of in (run, usual)]
+        assert problems[0] == problems[1] and plans[0]["linears"] == plans[1]["linears"]
     rows = read_lines(run.output / "metrics.jsonl")
     found = {row["iteration"]: row["validation_loss"] for row in rows if "validation_loss" in row}
     evaluated = run.finished()[-1]["evaluated"]
@@ -161,7 +163,7 @@ def test_an_evaluation_without_training_runs_the_checkpoint_s_plan(
     lab.run("llama-tp2", [*both, *saving(tmp_path / "checkpoints")]).finished()
     words = [f"checkpoint.load={tmp_path / 'checkpoints'}", "validation.skip_train=true"]
     run = lab.run("llama-tp2", [*both, *words])
-    assert run.statuses == [0, 0], run.report
+    assert not any(run.statuses), run.report
     lines = "\n".join(snip_lines(run))
     for kind in ("final validation", "test"):
         assert f"iteration 10: {kind} evaluation under the" in lines
