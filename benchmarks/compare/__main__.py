@@ -3,7 +3,7 @@
     python -m benchmarks.compare policies [--targets 0.85,0.95] [--formats fp3,fp4] [--seeds 6]
     python -m benchmarks.compare forks [--formats fp3,fp4] [--pairs 48] [--data-seeds 2]
     python -m benchmarks.compare table [--figure FILE.svg] [--page FILE.md]
-    (each with --setup quick, which takes ten minutes, --scenario outliers, --results FILE)
+    (each with --quick, which takes ten minutes, --scenario outliers, --results FILE)
 
 `policies`: from a BF16 warm-up of each seed, one branch a variant and target; plans of a target
 have equal shares of FLOPs in the low format. `forks`: from one warm-up, branches with a random half
@@ -108,6 +108,8 @@ def _arguments() -> argparse.Namespace:
     )
     parser.add_argument("command", choices=("policies", "forks", "table"))
     parser.add_argument("--setup", choices=SETUPS, default="small")
+    parser.add_argument("--quick", dest="setup", action="store_const", const="quick",
+                        help="--setup quick: a smaller model and shorter runs")  # fmt: skip
     parser.add_argument("--scenario", choices=SCENARIOS, default="plain")
     parser.add_argument("--formats", type=_names, default=("fp3", "fp4"))
     parser.add_argument("--seeds", type=int, default=6, help="checkpoints of `policies`")

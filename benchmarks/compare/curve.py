@@ -15,6 +15,7 @@ import numpy as np
 from scipy.optimize import isotonic_regression
 
 from benchmarks.compare import analysis
+from benchmarks.compare.times import times_table
 
 VARIANTS = ("snip-gemm", "grads-first", "snip-linear", "norms", "last-blocks", "random")
 TARGETS = (0.5, 0.67, 0.75, 0.8, 0.85, 0.9, 0.95, 1.0)
@@ -118,9 +119,9 @@ def primary(rows: list[dict[str, Any]], key: str) -> str:
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """Return the curves of a group of rows as one table, and the primary difference.
+    """Return the curves of a group of rows as one table, the primary difference, and times.
 
-    A cell has two values: evaluated in the plan's precision / in BF16.
+    A cell has two values: evaluated in the plan's precision / in BF16. Times are predicted.
     """
     both = [curves(rows, key) for key in LOSSES]
     shares = sorted({share for curve in both[0].values() for share in curve})
@@ -148,6 +149,9 @@ def table(rows: list[dict[str, Any]]) -> str:
     texts = [analysis.markdown(head, lines)]
     titles = ("in the plan's precision", "in BF16")
     texts += [f"- {t}: {primary(rows, key)}" for t, key in zip(titles, LOSSES, strict=True)]
+    times = _times(both[0])
+    if times:
+        texts += ["", times]
     return "\n".join((texts[0], "", *texts[1:]))
 
 
@@ -176,6 +180,17 @@ def _more(both: Sequence[Mapping[str, Curve]], snip: str, rule: str, share: floa
     return " / ".join(
         _percent(more_at_equal_loss(found[snip], found[rule], share)) for found in both
     )
+
+
+def _times(found: Mapping[str, Curve]) -> str:
+    """Return what `snip-gemm` should save over its first rival at equal loss; "" if unknown."""
+    rule = RIVALS[REFERENCE][0]
+    if REFERENCE not in found or rule not in found:
+        return ""
+    shares = [share for share in sorted(found[rule]) if 0.7 < share < 1.0]
+    more = {s: more_at_equal_loss(found[REFERENCE], found[rule], s)[0] for s in shares}
+    known = {share: percent for share, percent in more.items() if not np.isnan(percent)}
+    return times_table(known) if known else ""
 
 
 def _percent(found: tuple[float, float, float]) -> str:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks.compare import curve, figure, runs
+from benchmarks.compare import curve, figure, runs, times
 from benchmarks.compare.store import ResultStore
 from benchmarks.compare.variants import Formats, Planner, low_items
 from megatron_snip.errors import UsageError
@@ -145,5 +145,17 @@ def test_the_table_and_the_figure_of_a_curve(tmp_path: Path) -> None:
     assert lines[5].split("|")[2].startswith(" +18.2 % [")
     assert lines[5].split("|")[3].startswith(" not reached")
     assert "mean of (0.85, 0.9, 0.95): +1.8 ± 0.0" in lines[7]
+    more = curve.more_at_equal_loss(*curve.curves(rows).values(), 0.8)[0]
+    assert times.times_table({0.8: more}).splitlines() == lines[10:]
     figure.draw(rows, {}, tmp_path / "curve.svg")
     assert (tmp_path / "curve.svg").read_text().startswith("<?xml")
+
+
+def test_predicted_times_follow_the_share_and_stay_between_the_two_formats() -> None:
+    for gpu in times.GPUS:
+        ends = times.linears_seconds(gpu, gpu.high), times.linears_seconds(gpu, gpu.low)
+        assert times.seconds(gpu, 0.0) == ends[0] > ends[1] == pytest.approx(times.seconds(gpu, 1))
+        # Compute alone is exactly twice as fast; quantization and memory take a part of that.
+        assert ends[1] > ends[0] * gpu.flops[gpu.high] / gpu.flops[gpu.low]
+        assert times.percent_saved(gpu, 0.9, 2.0) > times.percent_saved(gpu, 0.9, 1.0) > 0
+        assert times.percent_saved(gpu, 0.9, 50.0) == times.percent_saved(gpu, 0.9, 100 / 9)
