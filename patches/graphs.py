@@ -37,7 +37,7 @@ def full_iteration(call: Call, session: Session) -> Any:
     wrapper = call.arguments["self"]
     kwargs = call.arguments["kwargs"]
     controller = session.controller
-    runs_twice = controller is not None and controller.evaluates_twice
+    runs_twice = controller is not None and controller.evaluations.run_twice
     if runs_twice and session.evaluating is not None and kwargs["forward_only"]:
         # One graph holds one precision, and this evaluation runs in two.
         return wrapper.forward_backward_func(**kwargs)

@@ -72,7 +72,7 @@ def run_evaluation(call: Call, session: Session, of_test_set: bool) -> Any:
     controller = session.controller
     if controller is None:
         return call.run()
-    name = controller.name_evaluation(of_test_set)
+    name = controller.evaluations.next_name(of_test_set)
     with controller.evaluation(name) as session.evaluating:
         try:
             result = call.run()

@@ -11,7 +11,7 @@ Alerted = tuple[tuple[str, str], ...]
 
 
 class Alerts:
-    """Reports each linear once for each threshold; also over a resume."""
+    """Reports each linear once for each threshold, and not again after a resume."""
 
     def __init__(self, alerts: Sequence[Alert]) -> None:
         """Start with nothing reported."""
@@ -27,8 +27,8 @@ class Alerts:
         texts = []
         for alert in self._alerts:
             beyond = health.beyond(alert.measure, alert.sign, alert.limit)
-            new = [each for each in beyond if (alert.text, each.linear) not in self._reported]
-            self._reported |= {(alert.text, each.linear) for each in new}
+            new = [found for found in beyond if (alert.text, found.linear) not in self._reported]
+            self._reported |= {(alert.text, found.linear) for found in new}
             if new:
                 texts.append(f"alert {alert.text}: {listing(list(map(str, new)))}")
         return "; ".join(texts) or None

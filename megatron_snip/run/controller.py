@@ -11,9 +11,8 @@ If measuring, planning or applying fails on one rank, all ranks keep the current
 continue. A plan that breaks the loss is reverted (guard.py).
 """
 
-from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from pathlib import Path
 from statistics import fmean
@@ -40,7 +39,7 @@ from megatron_snip.planning.settings import PlanSettings
 from megatron_snip.planning.solver_process import SolverProcess
 from megatron_snip.reporting.events import Event, Metrics, PlanApplied, Reporter, Writer
 from megatron_snip.run.alerts import Alerts
-from megatron_snip.run.evaluation import PairedEvaluation
+from megatron_snip.run.evaluation import Evaluations
 from megatron_snip.run.guard import Guard, Outcome
 from megatron_snip.run.healing import healing_problem, heals_in_order
 from megatron_snip.run.metrics import StepMetrics
@@ -50,12 +49,7 @@ from megatron_snip.run.plans import FirstPlan, PlanSource, RunPlans
 from megatron_snip.run.schedule import Schedule
 from megatron_snip.run.solve import PendingProblem, Solve
 from megatron_snip.run.state import ControllerState, reported_settings
-from megatron_snip.run.step import (
-    ForwardBackward,
-    Results,
-    TrainingStep,
-    run_once,
-)
+from megatron_snip.run.step import ForwardBackward, Results, TrainingStep
 from megatron_snip.topology import Topology
 
 
@@ -72,6 +66,7 @@ class SnipController:
         plan: the current plan.
         history: (iteration, digest) of every plan applied, in order.
         metrics: collects an iteration's metrics for loops that have no place for them.
+        evaluations: names the evaluations, and collects what they show of the plan.
     """
 
     def __init__(
@@ -113,6 +108,8 @@ class SnipController:
             UnsupportedError: on every rank, if the backend cannot run the model's linears or the
                 lowest precision among the formats, or the target cannot count seconds.
         """
+        if state is not None:
+            num_done = state.iteration
         # What the model is, what it can run, and under which settings.
         topology = current_topology() if topology is None else topology
         config = resolve_formats(config, model, topology.control)
@@ -120,24 +117,21 @@ class SnipController:
         self._plans = RunPlans(config, self.model, train_iters, calibration_cache)
         self.config = self._plans.config
 
-        # Who reports, and who does what.
+        # Who reports. What follows may warn.
         self.metrics = StepMetrics(topology)
         self._control = topology.control
         self._reporter = Reporter(writers, logs=topology.rank == 0)
         for text in self._plans.available.warnings:
             self._reporter.warn(text)
-        self._make_owners(optimizer, seed, solver)
+
+        # Who does what.
+        self._make_owners(optimizer, seed, solver, num_done)
         self._warn_if_nothing_is_measured(train_iters)
 
-        # Where training is.
-        self._iteration = num_done if state is None else state.iteration  # that began last
-        self._is_in_iteration = False
+        # Which iterations' seconds are those of the plan.
         self._has_trained = False
-        # What the next report says beside an iteration's metrics.
-        self._evaluated: dict[str, Any] = {}
-        self._evaluations: Counter[str] = Counter()  # since the last iteration began
+        self._is_ordinary = False  # False: this iteration's seconds show more than the plan's
         self._step_s: list[float] = []  # of ordinary iterations under the current plan
-        self._is_ordinary = False  # whether the current iteration's seconds are those of the plan
 
         # The plan that the run starts with, and the rest of a stopped run's state.
         first = self._plans.first_plan(state, seed)
@@ -147,31 +141,35 @@ class SnipController:
             self._load(state)
         self._planned_target = self._first_planned_target(state)
         self.model.install()
-        self._start(state, first)
+        self._start(state, first, num_done)
 
-    def _make_owners(self, optimizer: Any, seed: int, solver: SolverProcess | None) -> None:
+    def _make_owners(
+        self, optimizer: Any, seed: int, solver: SolverProcess | None, num_done: int
+    ) -> None:
         """All ranks: make the parts of the controller that keep a state of their own."""
         config = self.config
+        runtime = self.model.runtime
         self._schedule = Schedule(config)
         self._observations = Observations(config, self.model, self._plans.available, optimizer)
+        # A plan that never changes is not judged.
         is_guarded = config.guard and self._schedule.makes_plans
         sigmas = config.guard_sigmas if is_guarded else None
-        self._guard = Guard(sigmas, self.model, optimizer, self._plans.fallback)
+        self._guard = Guard(sigmas, self.model, optimizer, self._plans.last_fallback)
         self._alerts = Alerts(config.alerts)
-        has_solver = self.model.runtime.topology.rank == 0 and self._schedule.makes_plans
         settings = PlanSettings(**config.planning_values(), seed=seed)
-        solver = (solver or SolverProcess()) if has_solver else None
+        if runtime.topology.rank != 0 or not self._schedule.makes_plans:
+            solver = None
+        elif solver is None:
+            solver = SolverProcess()
         self._solve = Solve(settings, self._control, solver)
+        self.evaluations = Evaluations(
+            config.eval_precision, runtime, self._reporter, self._observations, num_done
+        )
 
     @property
     def format_shares(self) -> dict[str, float]:
         """Share of the linears' FLOPs in each format under the current plan."""
         return format_shares(self.plan.linears, self._plans.work)
-
-    @property
-    def evaluates_twice(self) -> bool:
-        """Whether an evaluation runs each microbatch under the plan and again in BF16."""
-        return self.config.eval_precision == "both"
 
     def forward_backward(self, iteration: int, function: ForwardBackward, **kwargs: Any) -> Results:
         """All ranks: run an iteration's forward-backward under the plan, observed if it is due.
@@ -188,9 +186,7 @@ class SnipController:
             What `function` returns.
         """
         set_iteration(iteration)
-        self._iteration = iteration
-        self._is_in_iteration = True
-        self._evaluations.clear()
+        self.evaluations.begin_iteration(iteration)
         step = TrainingStep(function, kwargs)
         self._guard.read_loss()
         self._apply_due_plan(iteration, kwargs.get("num_microbatches", 1))
@@ -215,69 +211,48 @@ class SnipController:
 
         Args:
             iteration: Megatron's iteration (1-based).
-            metrics: by name, such as `loss`, `grad_norm` and `lr`; `step_s` is in seconds. It is
-                dropped if the iteration measured, was watched by the guard, or was the first under
-                its plan or in this process.
+            metrics: by name, such as `loss`, `grad_norm` and `lr`; `step_s` is in seconds. `step_s`
+                is not reported if the iteration measured, was watched by the guard, or was the
+                first under its plan or in this process.
         """
-        self._is_in_iteration = False
+        self.evaluations.end_iteration()
         self._has_trained = True
         self._guard.read_loss()
+        metrics = dict(metrics)
         if not self._is_ordinary:
-            metrics = {name: value for name, value in metrics.items() if name != "step_s"}
+            metrics.pop("step_s", None)
         elif "step_s" in metrics:
             self._step_s.append(metrics["step_s"])
         self._is_ordinary = True
-        fraction = {"lowest_precision_fraction": self._plans.lowest_precision_share(self.plan)}
-        self._reporter.write(Event(iteration, Metrics(metrics | fraction | self._evaluated)))
-        self._evaluated = {}
+        metrics["lowest_precision_fraction"] = self._plans.lowest_precision_share(self.plan)
+        metrics |= self.evaluations.take_metrics()
+        self._reporter.write(Event(iteration, Metrics(metrics)))
 
-    def name_evaluation(self, of_test_set: bool = False) -> str:
-        """All ranks: return the name of the evaluation that comes next.
-
-        `validation` within an iteration, `final_validation` after the last one, `test`; with a
-        number from the second of several sets on.
-        """
-        name = "validation" if self._is_in_iteration else "final_validation"
-        name = "test" if of_test_set else name
-        self._evaluations[name] += 1
-        number = self._evaluations[name]
-        return name if number == 1 else f"{name}_{number}"
-
-    @contextmanager
-    def evaluation(self, name: str = "validation") -> Iterator[ForwardBackward]:
+    def evaluation(self, name: str = "validation") -> AbstractContextManager[ForwardBackward]:
         """All ranks: the context in which an evaluation runs, in the plan's precision or BF16.
 
         Args:
-            name: of the evaluation, in the log and in metrics.
+            name: the evaluation's name in the log and in metrics.
 
         Yields:
             What to call in place of Megatron's forward-backward function, which is its first
             argument. With `--snip-eval-precision both` it runs each microbatch twice.
         """
-        runtime = self.model.runtime
-        if self.evaluates_twice:
-            paired = PairedEvaluation(runtime)
-            yield paired.run
-            found = paired.increase()
-            if found is not None:
-                self._report_increase(name, *found)
-        else:
-            is_bf16 = self.config.eval_precision == "bf16"
-            with runtime.running_in_bf16() if is_bf16 else nullcontext():
-                yield run_once
+        return self.evaluations.running(name, self.plan)
 
     def end_evaluation(self) -> None:
         """All ranks, after an evaluation in Megatron's loop: report it if no iteration will.
 
-        Those after the last iteration complete its metrics. A process that has not trained
+        Evaluations after the last iteration complete its metrics. A process that has not trained
         (`--skip-train`) has no such metrics, and only logs.
         """
-        if self._is_in_iteration:
+        if self.evaluations.are_in_iteration:
             return
-        metrics = self.metrics.finish(lr=None, tokens=0, log_losses=False) | self._evaluated
-        self._evaluated = {}
+        metrics = self.metrics.finish(lr=None, tokens=0, log_losses=False)
+        metrics |= self.evaluations.take_metrics()
         if self._has_trained:
-            self._reporter.write(Event(self._iteration, Metrics(metrics, is_addition=True)))
+            added = Metrics(metrics, is_addition=True)
+            self._reporter.write(Event(self.evaluations.iteration, added))
 
     def state(self, iteration: int) -> ControllerState:
         """Return what a checkpoint after `iteration` keeps; the same on all ranks."""
@@ -315,7 +290,10 @@ class SnipController:
             )
 
     def _load(self, state: ControllerState) -> None:
-        """All ranks: give every owner its part of a stopped run's state, but for the solve."""
+        """All ranks: give every owner its part of a stopped run's state.
+
+        The pending problem is not among them: `_continue_planning` decides whether it is solved.
+        """
         self.history = list(state.history)
         self._schedule.load_state_dict(state.schedule)
         self._observations.load_state_dict(state.observations)
@@ -327,9 +305,10 @@ class SnipController:
         self._guard.load_state_dict(guard)
 
     def _first_planned_target(self, state: ControllerState | None) -> float | None:
-        """Return the target for which the first plan counts; another one is planned for anew.
+        """Return the target that the first plan was made for.
 
-        None where there are no measurements to plan from.
+        At a later iteration with another target there will be a new plan. None if such a plan
+        cannot be made, because nothing is measured yet.
         """
         if not self._schedule.is_static and self._observations.mean is None:
             return None
@@ -337,13 +316,21 @@ class SnipController:
             return self.plan.target
         return state.target
 
-    def _start(self, state: ControllerState | None, first: FirstPlan) -> None:
-        """All ranks: apply and report the first plan; continue with what was being solved."""
+    def _start(self, state: ControllerState | None, first: FirstPlan, num_done: int) -> None:
+        """All ranks: apply and report the first plan; continue with what was being solved.
+
+        Args:
+            state: that of the stopped run; None for a new run.
+            first: the plan that the run starts with.
+            num_done: iterations that the weights have done.
+        """
         self.model.apply(self.plan.linears)
+        # A new run changes a model that runs BF16.
         before = {} if state is None else state.plan.linears
-        num_changed = sum(o != before.get(name, BF16) for name, o in self.plan.linears.items())
+        num_changed = 0
+        for name, option in self.plan.linears.items():
+            num_changed += option != before.get(name, BF16)
         is_resumed = state is not None and state.plan.digest == self.plan.digest
-        num_done = self._iteration
         if state is not None and not is_resumed:
             self.history.append((num_done + 1, self.plan.digest))
             # What the guard may fall back to.
@@ -351,7 +338,7 @@ class SnipController:
             self._guard.plan_changed(former)
         # A first plan of BF16 that the first refresh replaces is not worth a line.
         if num_changed or self.history or not self._schedule.makes_plans:
-            self._report_plan(num_done + 1, num_changed, resumed=is_resumed)
+            self._report_plan(num_done + 1, num_changed, is_resumed=is_resumed)
         for text in self._differences(state, first):
             self._reporter.warn(text)
         if state is not None and self._schedule.makes_plans:
@@ -359,11 +346,11 @@ class SnipController:
                 self._continue_planning(state, first)
 
     def _differences(self, state: ControllerState | None, first: FirstPlan) -> list[str]:
-        """Return lines that say what is not as in the stopped run or in the plan file."""
+        """Return lines about what differs from the stopped run, or from the plan file."""
         settings = [] if state is None else state.changes(self._reported_settings())
         if settings:
             texts = [*settings, *first.changes]
-            if first.is_outdated and not self._observations.is_measured:
+            if first.is_outdated and not self._observations.suffice():
                 texts.append("the next refresh plans with them")
             return [f"this run resumes with other settings: {'; '.join(texts)}"]
         return [f"{self.plan.label}: {text}" for text in (*first.changes, *self._recipe_changes())]
@@ -381,7 +368,7 @@ class SnipController:
     def _continue_planning(self, state: ControllerState, first: FirstPlan) -> None:
         """All ranks: plan for new settings, or solve the stopped run's problem again."""
         if first.is_outdated:
-            if self._observations.is_measured:
+            if self._observations.suffice():
                 self._plan_at_once(state.iteration)
         elif first.source is PlanSource.CHECKPOINT and state.solve is not None:
             pending = self._plans.fitting.pending(state.solve, state.iteration)
@@ -402,19 +389,21 @@ class SnipController:
         if not self._solve.is_due(iteration):
             return
         with self._keeping_plan(iteration):
-            plan, waited_s = self._solve.result()
+            plan, waited_s = self._solve.take_plan()
             if self._schedule.is_static:
                 plan = without_objective(plan)
             self._check(plan)
             self._apply(plan)
             if changed_linears(self.plan, plan):
                 self._guard.plan_changed(self.plan)
+            # The mean is that of the former plan: `_set_plan` starts a new one.
+            before = (
+                f", mean step before {1e3 * fmean(self._step_s):.4g} ms" if self._step_s else ""
+            )
             saving_s = self._plans.saving_s(plan, num_microbatches)
-            before = ""
-            if saving_s is not None and self._step_s:
-                before = f", mean step before {1e3 * fmean(self._step_s):.4g} ms"
-            applied = self._set_plan(iteration, plan, waited_s=waited_s, saving_s=saving_s)
-            self._reporter.log(f"iteration {iteration}: {applied.summary}{before}")
+            applied = self._set_plan(iteration, plan, waited_s, saving_s)
+            text = applied.summary if saving_s is None else applied.summary + before
+            self._reporter.log(f"iteration {iteration}: {text}")
 
     def _check(self, plan: PrecisionPlan) -> None:
         """Refuse a plan of another model, and one that was reverted before."""
@@ -435,24 +424,27 @@ class SnipController:
         is_due = self._schedule.is_due(iteration, self._guard.state.refresh_at)
         # A plan that is being solved (the guard's refresh, a new target) is applied first.
         if is_due and not self._solve.is_under_way:
-            if self._observations.may_begin():
-                self._schedule.begin(iteration)
-            else:
-                if not self._schedule.is_waiting:
-                    self._reporter.log(
-                        f"iteration {iteration}: measuring waits until the optimizer has made "
-                        f"{MIN_OPTIMIZER_STEPS} steps"
-                    )
-                self._schedule.wait()
+            self._begin_refresh(iteration)
         return self._schedule.part(iteration)
+
+    def _begin_refresh(self, iteration: int) -> None:
+        """All ranks: begin a refresh, or wait for the optimizer's moments."""
+        if self._observations.may_begin():
+            self._schedule.begin(iteration)
+            return
+        if not self._schedule.is_waiting:
+            self._reporter.log(
+                f"iteration {iteration}: measuring waits until the optimizer has made "
+                f"{MIN_OPTIMIZER_STEPS} steps"
+            )
+        self._schedule.wait()
 
     def _plan_for_new_target(self, iteration: int) -> None:
         """All ranks: if the target is about to change, plan anew from the last measurement."""
         target = self._plans.targets.at(iteration + self.config.lag)
-        is_new = self._planned_target is not None and self._planned_target != target
-        if not is_new or self._solve.is_under_way:
+        if self._planned_target is None or self._planned_target == target:
             return
-        if not self._schedule.may_plan_for_new_target(iteration):
+        if self._solve.is_under_way or not self._schedule.may_plan_for_new_target(iteration):
             return
         self._planned_target = target
 
@@ -486,9 +478,9 @@ class SnipController:
     def _finish_refresh(self, iteration: int) -> None:
         """All ranks: every linear was measured; report it, and give the problem to the solver."""
         with self._keeping_plan(iteration):
+            self._observations.check_complete()
             target = self._plans.targets.at(iteration + self.config.lag)
             make = partial(self._observations.measurement, target)
-            self._observations.check_complete()
             measured = attempt("making a planning problem", make, self._control)
             self._reporter.log(
                 f"iteration {iteration}: measured {len(self.model.all_linears)} linears in "
@@ -523,33 +515,46 @@ class SnipController:
             text = f"keeping {self.plan.label}: {failure}"
             self._reporter.notify(iteration, "refresh_failed", text)
 
-    def _set_plan(self, iteration: int, plan: PrecisionPlan, **more: Any) -> PlanApplied:
-        """All ranks: `plan`, which was applied, is the current one from `iteration` on."""
+    def _set_plan(
+        self,
+        iteration: int,
+        plan: PrecisionPlan,
+        waited_s: float = 0.0,
+        saving_s: float | None = None,
+    ) -> PlanApplied:
+        """All ranks: make a plan that was applied the current one, and report it.
+
+        Args:
+            iteration: the first iteration under the plan.
+            plan: the plan.
+            waited_s: seconds that training waited for it.
+            saving_s: seconds that it saves of a step, or None.
+        """
         num_changed = len(changed_linears(self.plan, plan))
         self.plan = plan
         self.history.append((iteration, plan.digest))
-        return self._report_plan(iteration, num_changed, **more)
+        return self._report_plan(iteration, num_changed, waited_s=waited_s, saving_s=saving_s)
 
-    def _report_plan(self, iteration: int, num_changed: int, **more: Any) -> PlanApplied:
+    def _report_plan(
+        self,
+        iteration: int,
+        num_changed: int,
+        *,
+        is_resumed: bool = False,
+        waited_s: float = 0.0,
+        saving_s: float | None = None,
+    ) -> PlanApplied:
         """All ranks: report the current plan and what every linear runs under it."""
-        table = self.model.resolved(self.plan, iteration)
-        applied = PlanApplied(self.plan, self.format_shares, num_changed, resolved=table, **more)
+        applied = PlanApplied(
+            self.plan,
+            self.format_shares,
+            num_changed,
+            waited_s=waited_s,
+            resumed=is_resumed,
+            resolved=self.model.resolved(self.plan, iteration),
+            saving_s=saving_s,
+        )
         self._reporter.write(Event(iteration, applied))
         self._is_ordinary = False
         self._step_s = []
         return applied
-
-    def _report_increase(self, name: str, increase: float, error: float) -> None:
-        """All ranks: log what the plan costs an evaluation, and keep it for the next report."""
-        predicted = self._observations.loss_divergence(self.plan)
-        prefix = "eval/" if name == "validation" else f"eval/{name}_"
-        self._evaluated |= {
-            f"{prefix}loss_increase": increase,
-            f"{prefix}loss_increase_error": error,
-            f"{prefix}loss_divergence": predicted,
-        }
-        text = f"{increase:+.4g} +- {error:.2g} nat a token against bf16"
-        score = "" if predicted is None else f", loss divergence of the plan {predicted:.4g}"
-        kind = "evaluation" if name == "validation" else f"{name.replace('_', ' ')} evaluation"
-        label = f"{kind} under {self.plan.label}"
-        self._reporter.log(f"iteration {self._iteration}: {label}: {text}{score}")

@@ -1,7 +1,15 @@
-"""What the current plan costs: an evaluation that runs each microbatch twice."""
+"""Evaluations: how each is called, in which precision it runs, and what it shows of the plan.
+
+--snip-eval-precision plan    the plan's precision
+                      bf16    BF16
+                      both    each microbatch twice, under the plan and again in BF16
+"""
 
 import logging
 import math
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -11,15 +19,133 @@ from megatron_snip.collectives import sum_over
 from megatron_snip.linears.runtime import Runtime
 from megatron_snip.linears.snapshot import TrainingStateSnapshot
 from megatron_snip.log import log_failure
+from megatron_snip.planning.plan import PrecisionPlan
+from megatron_snip.reporting.events import Reporter
+from megatron_snip.run.observation import Observations
 from megatron_snip.run.step import (
     ForwardBackward,
     Results,
     TrainingStep,
     microbatch_losses,
     on_device,
+    run_once,
 )
 
 logger = logging.getLogger(__name__)
+
+
+class Evaluations:
+    """The evaluations of a run; all ranks call every method together.
+
+    Attributes:
+        precision: `--snip-eval-precision`.
+        iteration: the iteration that began last.
+        are_in_iteration: whether that iteration has not ended yet.
+    """
+
+    def __init__(
+        self,
+        precision: str,
+        runtime: Runtime,
+        reporter: Reporter,
+        observations: Observations,
+        iteration: int,
+    ) -> None:
+        """Start without evaluations.
+
+        Args:
+            precision: `--snip-eval-precision`.
+            runtime: that of the planned linears.
+            reporter: what logs the cost of a plan.
+            observations: what predicts the cost of a plan.
+            iteration: the last iteration that is done.
+        """
+        self.precision = precision
+        self.iteration = iteration
+        self.are_in_iteration = False
+        self._runtime = runtime
+        self._reporter = reporter
+        self._observations = observations
+        self._counts: Counter[str] = Counter()  # by name, since the last iteration began
+        self._metrics: dict[str, float | None] = {}
+
+    @property
+    def run_twice(self) -> bool:
+        """Whether an evaluation runs each microbatch under the plan and again in BF16."""
+        return self.precision == "both"
+
+    def begin_iteration(self, iteration: int) -> None:
+        """Evaluations from here on belong to an iteration."""
+        self.iteration = iteration
+        self.are_in_iteration = True
+        self._counts.clear()
+
+    def end_iteration(self) -> None:
+        """Evaluations from here on come after the iteration."""
+        self.are_in_iteration = False
+
+    def next_name(self, of_test_set: bool = False) -> str:
+        """Return the name of the evaluation that comes next, and count it.
+
+        `validation` within an iteration, `final_validation` after the last one, `test`; with a
+        number from the second of several sets on.
+        """
+        if of_test_set:
+            name = "test"
+        elif self.are_in_iteration:
+            name = "validation"
+        else:
+            name = "final_validation"
+        self._counts[name] += 1
+        number = self._counts[name]
+        return name if number == 1 else f"{name}_{number}"
+
+    @contextmanager
+    def running(self, name: str, plan: PrecisionPlan) -> Iterator[ForwardBackward]:
+        """All ranks: the context in which an evaluation runs.
+
+        Args:
+            name: the evaluation's name in the log and in metrics.
+            plan: the current plan.
+
+        Yields:
+            What to call in place of Megatron's forward-backward function, which is its first
+            argument.
+        """
+        if self.run_twice:
+            paired = PairedEvaluation(self._runtime)
+            yield paired.run
+            self._report_increase(name, plan, paired)
+        elif self.precision == "bf16":
+            with self._runtime.running_in_bf16():
+                yield run_once
+        else:
+            yield run_once
+
+    def take_metrics(self) -> dict[str, float | None]:
+        """Return what evaluations showed since this was asked last, by the metric's name."""
+        metrics = self._metrics
+        self._metrics = {}
+        return metrics
+
+    def _report_increase(self, name: str, plan: PrecisionPlan, paired: "PairedEvaluation") -> None:
+        """All ranks: log what a plan costs an evaluation, and keep it for the next report."""
+        found = paired.reduce()
+        if found is None:
+            return
+        increase, error = found
+        predicted = self._observations.loss_divergence(plan)
+        # The validation of an iteration is the usual one; its metrics have no name of their own.
+        is_usual = name == "validation"
+        prefix = "eval/" if is_usual else f"eval/{name}_"
+        self._metrics[f"{prefix}loss_increase"] = increase
+        self._metrics[f"{prefix}loss_increase_error"] = error
+        self._metrics[f"{prefix}loss_divergence"] = predicted
+        kind = "evaluation" if is_usual else f"{name.replace('_', ' ')} evaluation"
+        text = f"{increase:+.4g} +- {error:.2g} nat a token against bf16"
+        if predicted is not None:
+            text += f", loss divergence of the plan {predicted:.4g}"
+        self._reporter.log(f"iteration {self.iteration}: {kind} under {plan.label}: {text}")
 
 
 class PairedEvaluation:
@@ -37,6 +163,7 @@ class PairedEvaluation:
     def __init__(self, runtime: Runtime) -> None:
         """Start without microbatches; `runtime` is that of the planned linears."""
         self._runtime = runtime
+        # This rank's n, sum x, sum t, sum x^2, sum x t, sum t^2, and reports that it cannot read.
         self._sums = torch.zeros(7, dtype=torch.float64)
 
     def run(self, function: ForwardBackward, **kwargs: Any) -> Results:
@@ -57,7 +184,7 @@ class PairedEvaluation:
         self._add(results, in_bf16)
         return results
 
-    def increase(self) -> tuple[float, float] | None:
+    def reduce(self) -> tuple[float, float] | None:
         """All ranks: return the increase per token and its standard error, or None.
 
         The error is NaN for a single microbatch. None: no rank reported a loss, or one could not
@@ -67,9 +194,12 @@ class PairedEvaluation:
         n, x, t, xx, xt, tt, num_unread = sums.tolist()
         if t <= 0 or num_unread:
             return None
-        mean = x / t
-        residual = max(xx - 2 * mean * xt + mean**2 * tt, 0.0)
-        return mean, math.sqrt(n / (n - 1) * residual) / t if n > 1 else math.nan
+        increase = x / t
+        # The square, multiplied out: sums over ranks need no second pass. Rounding may make it
+        # slightly negative.
+        residual = max(xx - 2 * increase * xt + increase**2 * tt, 0.0)
+        error = math.sqrt(n / (n - 1) * residual) / t if n > 1 else math.nan
+        return increase, error
 
     def _add(self, results: Results, in_bf16: Results) -> None:
         unread = 0.0
@@ -83,7 +213,9 @@ class PairedEvaluation:
             return
         if parallel_state.get_context_parallel_world_size() > 1:  # parts of each sample
             sum_over(pairs, parallel_state.get_context_parallel_group())
-        if parallel_state.get_context_parallel_rank() == self._runtime.topology.tensor.rank == 0:
+        context_rank = parallel_state.get_context_parallel_rank()
+        tensor_rank = self._runtime.topology.tensor.rank
+        if context_rank == 0 and tensor_rank == 0:  # one of the ranks that share the samples
             x, t = pairs.cpu()
             parts = (torch.ones_like(x), x, t, x * x, x * t, t * t)
             self._sums[:6] += torch.stack([part.sum() for part in parts])

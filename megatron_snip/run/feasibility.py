@@ -81,17 +81,18 @@ def check_constraints(
 def reachable_target(
     config: SnipConfig, linears: Sequence[LinearInfo], available: AvailableOptions
 ) -> tuple[SnipConfig, list[str]]:
-    """Return the settings with a default target that the linears can reach, and warnings.
+    """Return the settings with a target that the linears can reach, and warnings.
 
-    A target of the user's stays.
+    Only the default target is lowered. A target that the user set stays, and so do the settings of
+    a run that makes no plans.
 
     Args:
         config: the run's settings.
         linears: all linears of the model.
         available: what they can run.
     """
-    asked = {"efficiency_target", "target_schedule"} & config.model_fields_set
-    if asked or config.collect_only:
+    has_own_target = {"efficiency_target", "target_schedule"} & config.model_fields_set
+    if has_own_target or config.collect_only:
         return config, []
     warnings = []
     share = _lowered_share(config, available)
@@ -123,7 +124,10 @@ def _lowered_share(config: SnipConfig, available: AvailableOptions) -> float:
 def _best_target(
     config: SnipConfig, linears: Sequence[LinearInfo], available: AvailableOptions
 ) -> float | None:
-    """Return the highest target without the pins, if that of the settings is out of reach."""
+    """Return the highest target that the linears reach without the pins.
+
+    None if they reach the target of the settings.
+    """
     problem = unmeasured(linears, available, config.efficiency_target)
     settings = PlanSettings(**config.planning_values()).model_copy(update={"pins": ()})
     try:

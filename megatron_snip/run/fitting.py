@@ -1,13 +1,12 @@
-"""Plans and planning problems from elsewhere, made to fit this run.
+"""Plans and planning problems of another run, made to fit this one.
 
 A plan comes from a file or a checkpoint, a problem from a checkpoint; the run that made them may
-have had other settings, another machine or another parallel layout. Wherever they come from, the
-settings as given now hold:
+have had other settings, another machine or another parallel layout. The settings of this run hold:
 
     a pinned linear           gets its option
-    other linears             get no format that is not among --snip-formats, unless the job runs it
-    an option that a linear   is replaced by the nearest one of no lower precision, or else by what
-    cannot run                the job runs there
+    other linears             get formats among --snip-formats, or what the job itself runs there
+    an option that a linear   is replaced by the nearest one of no lower precision; if the linear
+    cannot run                cannot run that one, by what the job itself runs there
     tied linears              get one option, of the most bits
 """
 
@@ -28,7 +27,7 @@ from megatron_snip.run.solve import PendingProblem
 
 @dataclass(frozen=True)
 class Replacement:
-    """A linear whose option in a plan from elsewhere does not hold in this run.
+    """A linear that cannot have the option of another run's plan here.
 
     Attributes:
         linear: name of the linear.
@@ -74,7 +73,7 @@ class Fitting:
         """Return a plan as this run allows it, and what had to change.
 
         Args:
-            plan: a plan of the same linears, from anywhere.
+            plan: a plan of the same linears, of this run or another one.
 
         Raises:
             UsageError: if it is a plan of other linears.
@@ -89,12 +88,15 @@ class Fitting:
             if replacement is not None:
                 replaced.append(replacement)
         linears = {**plan.linears, **{each.linear: each.new for each in replaced}}
-        replaced += self._untied(linears, refusals)
+        # Replacements can give tied linears different options.
+        for replacement in list(self._untied(linears, refusals)):
+            replaced.append(replacement)
+            linears[replacement.linear] = replacement.new
         if not replaced:
             return plan, []
-        linears |= {each.linear: each.new for each in replaced}
         lowest = self._config.lowest_format
-        return assigned_plan(linears, self._work, lowest, plan.policy, plan.iteration), replaced
+        fitted = assigned_plan(linears, self._work, lowest, plan.policy, plan.iteration)
+        return fitted, replaced
 
     def _replacement(self, name: str, old: Option, refusals: Refusals) -> Replacement | None:
         """Return what a linear gets in place of an option; None if it keeps it."""
@@ -104,7 +106,8 @@ class Fitting:
         wanted = old if pin is None else pin
         if name in refusals[wanted]:
             new = nearest_option(wanted, can_run)
-            new = job if name in refusals[new] else new
+            if name in refusals[new]:  # BF16, where a linear's weight is stored in another format
+                new = job
             reason = refusals[wanted][name]
             is_setting = False
         elif pin is not None:
@@ -142,12 +145,14 @@ class Fitting:
         """
         if set(problem.names) != set(self._work):
             raise UsageError("the planning problem in the checkpoint is that of another model")
-        rows = tuple(
-            row.model_copy(update={"stage": self._work[row.name][0]}) for row in problem.linears
-        )
-        options = dict.fromkeys(Option.parse(name) for row in rows for name in row.options)
+        rows = []
+        for row in problem.linears:
+            stage, _ = self._work[row.name]
+            rows.append(row.model_copy(update={"stage": stage}))
+        problem = problem.model_copy(update={"linears": tuple(rows)})
+        options = dict.fromkeys(parse_option(name) for row in rows for name in row.options)
         refusals = option_refusals(self._model, options)
-        problem = problem.model_copy(update={"linears": rows}).with_options(self._allowed)
+        problem = problem.with_options(self._allowed)
         return replace(self._available, refusals=refusals).restrict(problem)
 
     def _allowed(self, row: LinearChoices) -> dict[str, OptionCost]:

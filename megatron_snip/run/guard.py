@@ -65,7 +65,7 @@ class Outcome:
     Attributes:
         results: what Megatron's function returned in the run that counts.
         num_runs: how often it ran; more than once only after a spike.
-        was_watched: whether the iteration decided over the plan.
+        was_watched: whether the plan was judged by this iteration's loss.
         fallback: the plan to continue with, or None to keep the current one.
         message: what happened, one line; None without a spike.
     """
@@ -90,7 +90,7 @@ class Guard:
         sigmas: float | None,
         model: PlannedModel,
         optimizer: Any,
-        last_resort: Callable[[PrecisionPlan, int], PrecisionPlan],
+        last_fallback: Callable[[PrecisionPlan, int], PrecisionPlan],
     ) -> None:
         """Start without losses.
 
@@ -99,8 +99,8 @@ class Guard:
                 nothing.
             model: the planned linears.
             optimizer: Megatron's, whose gradients are zeroed before a second run.
-            last_resort: returns the fallback after the last good plan, given the current plan and
-                the iteration: BF16 except for pinned linears.
+            last_fallback: given the current plan and the iteration, returns what the job itself
+                runs, with the pins: the fallback where the last good plan is none.
         """
         self.is_on = sigmas is not None
         self.state = GuardState()
@@ -108,7 +108,7 @@ class Guard:
         self._model = model
         self._topology = model.runtime.topology
         self._optimizer = optimizer
-        self._last_resort = last_resort
+        self._last_fallback = last_fallback
         self._pending_loss: StepLoss | None = None
 
     @property
@@ -125,7 +125,9 @@ class Guard:
         if not self.is_on:
             return
         watch = self.state.loss.watch
-        good = old if watch is None or watch.num_spikes == 0 else self.state.good
+        # A plan that is replaced in the middle of a series of spikes is not a good one.
+        is_good = watch is None or watch.num_spikes == 0
+        good = old if is_good else self.state.good
         loss = self.state.loss.after_plan_change(self._sigmas)
         self.state = self.state.model_copy(update={"good": good, "loss": loss})
 
@@ -134,7 +136,7 @@ class Guard:
         pending = self._pending_loss
         self._pending_loss = None
         if pending is not None:
-            self._add(pending.value())
+            self._add(pending.read())
 
     def run(self, iteration: int, step: TrainingStep, plan: PrecisionPlan) -> Outcome:
         """Run an iteration's forward-backward under the current plan, again if need be.
@@ -151,50 +153,61 @@ class Guard:
             self._pending_loss = StepLoss(results, self._topology)
         return Outcome(results)
 
-    def _run(
-        self, iteration: int, step: TrainingStep, plan: PrecisionPlan | None = None
-    ) -> Results:
-        """Run the forward-backward, under another plan if one is given."""
-        if plan is not None:
-            self._model.apply(plan.linears)
+    def _run(self, iteration: int, step: TrainingStep) -> Results:
+        """Run the forward-backward under the plan that is applied."""
         with self._model.runtime.training_pass(iteration):
             return step.run()
 
     def _run_watched(self, iteration: int, step: TrainingStep, plan: PrecisionPlan) -> Outcome:
+        """Run an iteration and judge its loss; after a spike run it again under the fallback."""
         snapshot = TrainingStateSnapshot(step.chunks)
+
+        def run_again(under: PrecisionPlan) -> Results:
+            snapshot.restore()
+            zero_gradients(step.chunks, self._optimizer)
+            self._model.apply(under.linears)
+            return self._run(iteration, step)
+
         with tolerating_non_finite():
             results = self._run(iteration, step)
         loss = self._measure_loss(results, step)
         if loss is None or not self.state.loss.is_spike(loss):
             self._add(loss)
             return Outcome(results, was_watched=True)
-        candidates = (self.state.good, self._last_resort(plan, iteration))
-        others = [p for p in candidates if p is not None and p.digest != plan.digest]
-        fallback = others[0] if others else None
-        snapshot.restore()
-        zero_gradients(step.chunks, self._optimizer)
-        results = self._run(iteration, step, plan if fallback is None else fallback)
+
         text = f"loss {loss:.4g} under {plan.label}"
-        if fallback is None:  # it ran again so that Megatron's own checks see the loss
+        fallback = self._fallback(plan, iteration)
+        if fallback is None:
+            results = run_again(plan)  # so that Megatron's own checks see the loss
             unwatched = LossMonitor(recent=self.state.loss.recent)
             self.state = self.state.model_copy(update={"loss": unwatched})
             message = f"{text}; no other plan to fall back to"
             return Outcome(results, num_runs=2, was_watched=True, message=message)
+
+        results = run_again(fallback)
         measured = self._measure_loss(results, step)
         second = math.nan if measured is None else measured
         text += f", {second:.4g} under {fallback.label}"
         if self.state.loss.blames_plan(loss, second):
             return Outcome(results, num_runs=2, was_watched=True, fallback=fallback, message=text)
+
+        # The plan stays. Training goes on with the gradients of the fallback's run, which are as
+        # good; if they are not finite and the plan's were, with those of the plan.
         num_runs = 2
         if math.isfinite(loss) and not math.isfinite(second):
-            snapshot.restore()
-            zero_gradients(step.chunks, self._optimizer)
-            results = self._run(iteration, step, plan)
+            results = run_again(plan)
             num_runs = 3
         self._add(loss)
         self._model.apply(plan.linears)
         message = f"{text}; keeping the plan"
         return Outcome(results, num_runs, was_watched=True, message=message)
+
+    def _fallback(self, plan: PrecisionPlan, iteration: int) -> PrecisionPlan | None:
+        """Return what replaces the current plan after a spike; None if nothing else is left."""
+        for other in (self.state.good, self._last_fallback(plan, iteration)):
+            if other is not None and other.digest != plan.digest:
+                return other
+        return None
 
     def reverted(self, plan: PrecisionPlan, fallback: PrecisionPlan, iteration: int) -> None:
         """Record that `fallback` replaced `plan` in `iteration`."""
@@ -213,21 +226,27 @@ class Guard:
         return self.state if self.is_on else None
 
     def load_state_dict(self, state: GuardState | None) -> None:
-        """Continue a stopped run; None starts anew."""
+        """Continue to judge a stopped run's plan; None starts without losses."""
         if self.is_on and state is not None:
             self.state = state
 
     def _measure_loss(self, results: Results, step: TrainingStep) -> float | None:
-        """The loss; NaN where a gradient is not finite, None if the schedule reports no loss."""
-        loss = StepLoss(results, self._topology).value()
+        """All ranks: read the loss of a run.
+
+        Returns:
+            NaN if a gradient is not finite; None if the schedule reports no loss.
+        """
+        loss = StepLoss(results, self._topology).read()
         if loss is None or finite_gradients(step.chunks, self._topology):
             return loss
         return math.nan
 
     def _add(self, loss: float | None) -> None:
+        """Add an iteration's loss; the current plan may be judged good by it."""
         if loss is None:
             return
         was_watching = self.is_watching
         self.state = self.state.model_copy(update={"loss": self.state.loss.add(loss)})
-        if was_watching and not self.is_watching:  # the plan was judged good
+        is_judged_good = was_watching and not self.is_watching
+        if is_judged_good:
             self.state = self.state.model_copy(update={"num_reverted": 0})

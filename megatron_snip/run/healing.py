@@ -4,6 +4,8 @@ With `--snip-heal-order` `forward` (`backward`) the fprops come first (last). Th
 out of the planning problem, so that whatever the policy chooses keeps the order.
 """
 
+from collections.abc import Mapping, Sequence
+
 from megatron_snip.config import SnipConfig
 from megatron_snip.formats import get_format
 from megatron_snip.planning.cost import TOLERANCE
@@ -25,9 +27,10 @@ def healing_problem(
 ) -> PlanningProblem:
     """Return a problem whose plans lower no GEMM of `plan`, and raise some GEMMs before the others.
 
-    Options are left out. While the target is above the share of the GEMMs that come second, these
-    stay as in `plan`. Below it, the GEMMs that come first stay above the lowest precision. Pinned
-    linears keep all options; so do all linears if `plan` does not reach the target.
+    Options are left out. With the order `forward` fprop is the early GEMM, and dgrad and wgrad are
+    the late ones; `backward` is the reverse. While the target is at or above the share of the late
+    GEMMs, these stay as in `plan`. Below it, the early GEMMs stay above the lowest precision.
+    Pinned linears keep all options; so do all linears if `plan` does not reach the target.
 
     Args:
         problem: a problem with options per GEMM.
@@ -37,35 +40,51 @@ def healing_problem(
     if plan.efficiency < problem.target - float(TOLERANCE):
         return problem
     lowest = get_format(config.lowest_format).bits
-    # GEMMs are compared by position: fprop, dgrad, wgrad.
-    comes_first = [(gemm == Gemm.FPROP) == (config.heal_order == "forward") for gemm in Gemm]
+    is_early = [(gemm == Gemm.FPROP) == (config.heal_order == "forward") for gemm in Gemm]
     current = {name: bits_of(option) for name, option in plan.linears.items()}
-    # What the plan saves with the GEMMs that come second. Below that target the GEMMs that come
-    # first are all raised, and the others begin.
-    second_share = 0.0
-    for row in problem.linears:
-        pairs = zip(current[row.name], comes_first, strict=True)
-        num_low_second = sum(bits == lowest and not first for bits, first in pairs)
-        second_share += row.flops * num_low_second / 3
+    late_flops = _late_flops(problem, current, is_early, lowest)
     total = sum(row.flops for row in problem.linears)
-    seconds_begin = problem.target * total < second_share
+    # With the early GEMMs all raised, the late ones still save too much: they rise as well.
+    late_may_rise = problem.target * total < late_flops
 
-    def may_become(old: int, new: int, first: bool) -> bool:
-        """Whether a GEMM may go from `old` to `new` bits; `first`: it comes first."""
+    def may_become(old: int, new: int, early: bool) -> bool:
+        """Whether a GEMM, early or late, may go from `old` to `new` bits."""
         if new < old:
             return False
-        if first:
-            return new > lowest or not seconds_begin
-        return new == old or seconds_begin
+        if late_may_rise:
+            return new > lowest or not early
+        return early or new == old
 
     def allowed(row: LinearChoices) -> dict[str, OptionCost]:
         if config.pin_of(row.name) is not None:
             return row.options
-        raised = {
-            text: cost
-            for text, cost in row.options.items()
-            if all(map(may_become, current[row.name], bits_of(parse_option(text)), comes_first))
-        }
+        raised = {}
+        for text, cost in row.options.items():
+            gemms = zip(current[row.name], bits_of(parse_option(text)), is_early, strict=True)
+            if all(may_become(old, new, early) for old, new, early in gemms):
+                raised[text] = cost
         return raised or row.options
 
     return problem.with_options(allowed)
+
+
+def _late_flops(
+    problem: PlanningProblem,
+    bits: Mapping[str, Sequence[int]],
+    is_early: Sequence[bool],
+    lowest: int,
+) -> float:
+    """Return the FLOPs of the late GEMMs in the lowest precision, over all linears.
+
+    Args:
+        problem: the linears and their FLOPs, a third of them in each GEMM.
+        bits: those of every linear's fprop, dgrad and wgrad.
+        is_early: of fprop, dgrad and wgrad.
+        lowest: bits of the lowest precision.
+    """
+    flops = 0.0
+    for row in problem.linears:
+        gemms = zip(bits[row.name], is_early, strict=True)
+        num_low_and_late = sum(b == lowest and not early for b, early in gemms)
+        flops += row.flops * num_low_and_late / 3
+    return flops

@@ -52,7 +52,7 @@ _NORMAL = 1.4826 / math.sqrt(2.0)
 
 
 class Record(BaseModel):
-    """What a checkpoint keeps of the guard consists of these; all numbers are finite."""
+    """Base of the records that a checkpoint keeps of the guard; all numbers are finite."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
@@ -88,22 +88,26 @@ class LossMonitor(Record):
         """Return the monitor that judges a new plan; without losses before, nothing is judged."""
         if not self.recent:
             return LossMonitor()
-        many = len(self.recent) >= _MEDIAN_LOSSES
-        level = statistics.median(self.recent[-_MEDIAN_LOSSES:]) if many else max(self.recent)
+        if len(self.recent) >= _MEDIAN_LOSSES:
+            level = statistics.median(self.recent[-_MEDIAN_LOSSES:])
+        else:
+            level = max(self.recent)
         limit = level + max(sigmas * _noise(self.recent), MIN_RISE * abs(level))
         limit = min(limit, sys.float_info.max)  # a record holds finite numbers only
         watch = Watch(left=WATCHED_ITERATIONS, level=level, limit=limit)
         return self.model_copy(update={"watch": watch})
 
     def is_spike(self, loss: float) -> bool:
-        """Whether a loss is not finite or above the limit; never outside of a watch."""
-        return self.watch is not None and not (math.isfinite(loss) and loss <= self.watch.limit)
+        """Whether a loss is not finite or above the limit; False if no plan is being judged."""
+        if self.watch is None:
+            return False
+        return not math.isfinite(loss) or loss > self.watch.limit
 
     def blames_plan(self, loss: float, second: float) -> bool:
         """Return whether the plan is the reason for a spike.
 
         Args:
-            loss: under the plan.
+            loss: the iteration's loss under the plan.
             second: the loss of the same iteration and weights under the fallback.
         """
         assert self.watch is not None, "only a watched iteration runs twice"
@@ -117,15 +121,17 @@ class LossMonitor(Record):
         """Return the monitor after an iteration with this loss."""
         watch = self.watch
         is_usable = abs(loss) <= MAX_LOSS  # False for NaN
-        recent = (*self.recent, loss)[-_MAX_LOSSES:] if is_usable else ()
-        if watch is None:  # after a NaN that no plan change caused there is no level
-            return LossMonitor(recent=recent)
+        # A NaN empties the losses: what comes after it has another level.
+        with_loss = (*self.recent, loss)[-_MAX_LOSSES:] if is_usable else ()
+        if watch is None:
+            return LossMonitor(recent=with_loss)
         num_spikes = watch.num_spikes
         if self.is_spike(loss):
             num_spikes += 1
         elif loss <= (watch.level + watch.limit) / 2:
             num_spikes = 0
-        recent = recent if num_spikes == 0 else self.recent
+        # Losses between a spike and the return from it are not ordinary ones.
+        recent = with_loss if num_spikes == 0 else self.recent
         left = watch.left - 1
         if left <= 0 and num_spikes == 0:  # a series of spikes is watched to its end
             return LossMonitor(recent=recent)

@@ -27,7 +27,7 @@ class StepMetrics:
         """Record a training step.
 
         Args:
-            seconds: seconds that it took; 0 if they say nothing about later steps.
+            seconds: seconds that the step took; 0 if later steps will take another time.
             losses: {name: loss} as Megatron logs it; empty where it is not known.
             grad_norm: norm of all gradients before clipping, or None.
         """

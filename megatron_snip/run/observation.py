@@ -87,8 +87,9 @@ class _Progress:
     Attributes:
         mean: the running mean of the statistics, or None before the first measurement.
         seconds: wall time that measuring has added since the refresh began.
-        failure: the first reason why a part was not measured since then, or None.
-        health: by linear, of the parts since then.
+        failure: why a part could not be measured since the refresh began (the first reason), or
+            None.
+        health: {linear: its health}, of the parts that were measured since the refresh began.
     """
 
     mean: StatisticsTable | None = None
@@ -120,6 +121,7 @@ class Observations:
         self._topology = model.runtime.topology
         self._dispatch = ExpertDispatch(model.chunks, self._topology)
         self._progress = _Progress()
+        # Megatron may repeat an iteration: what was known before its first run.
         self._last_measured: int | None = None  # an iteration
         self._progress_before = _Progress()
 
@@ -153,6 +155,7 @@ class Observations:
         self._progress_before = self._progress
         if part == 0:
             self._progress = _Progress(mean=self.mean)
+        # Every num_parts-th linear, so that each part has linears of all depths and stages.
         measured = self._model.all_linears[part::num_parts]
         names = frozenset(linear.name for linear in measured)
         weights = self._model.weights(names)
@@ -174,11 +177,11 @@ class Observations:
         Args:
             observation: what `begin` returned.
             step: the iteration's forward-backward call.
-            outcome: how it ended. What it measured counts if it ran once.
+            outcome: how the step ended. What was measured counts only if the step ran once.
         """
         if observation is None:
             return
-        loss = StepLoss(outcome.results, self._topology).value()
+        loss = StepLoss(outcome.results, self._topology).read()
         loss_scale = step.loss_scale()
         grad_scale = step.grad_scale(self._topology, loss_scale)
         norms = partial(
@@ -215,24 +218,30 @@ class Observations:
         if self._progress.failure is not None:
             raise PlanningError(self._progress.failure)
 
-    @property
-    def is_measured(self) -> bool:
-        """Whether the measurements so far have every linear in every format of the options."""
+    def suffice(self) -> bool:
+        """Whether they have every linear in every format of the options, so that one can plan."""
         if self.mean is None:
             return False
-        needed = {name for option in self._available.options for name in option.formats} - {"bf16"}
         names = {linear.name for linear in self.mean.linears}
-        seen = [set(row.formats) for row in self.mean.linears if row.microbatches]
-        is_model = names == {linear.name for linear in self._model.all_linears}
-        return is_model and bool(seen) and all(needed <= formats for formats in seen)
+        if names != {linear.name for linear in self._model.all_linears}:
+            return False
+        needed = {name for option in self._available.options for name in option.formats} - {"bf16"}
+        # An expert without tokens has no formats yet; it does not stop a plan.
+        measured = [set(row.formats) for row in self.mean.linears if row.microbatches]
+        return bool(measured) and all(needed <= formats for formats in measured)
 
     def measurement(self, target: float) -> Measurement:
-        """Return divergences, and the planning problem at `target`, of the measurements so far."""
+        """Return what the measurements so far amount to: divergences, health, a planning problem.
+
+        Args:
+            target: the efficiency target of the problem.
+        """
         divergences = self._divergences(warn=self._topology.rank == 0)
         problem = self._available.restrict(planning_problem(divergences, target))
         table = divergences.statistics
-        linears = (self._progress.health.get(linear.name) for linear in table.linears)
-        health = HealthTable(table.iteration, tuple(each for each in linears if each))
+        found = self._progress.health
+        linears = tuple(found[linear.name] for linear in table.linears if linear.name in found)
+        health = HealthTable(table.iteration, linears)
         return Measurement(divergences, problem, self._progress.seconds, health)
 
     def loss_divergence(self, plan: PrecisionPlan) -> float | None:

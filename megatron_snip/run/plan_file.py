@@ -1,4 +1,4 @@
-"""A run that is given a plan file: settings that contradict it, recipes that have changed."""
+"""Checks of a plan file: settings that contradict it, and recipes that have changed."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -49,6 +49,7 @@ def recipe_changes(plan_file: Path, model: PlannedModel) -> list[str]:
 
 
 def _recorded_recipes(plan_file: Path) -> dict[str, str]:
+    """Return {option: recipe} as the run of a plan file recorded it; {} if it did not."""
     digest = read_plan(plan_file).digest
     for path in sorted((plan_file.parent.parent / "precision").glob("*.json")):
         try:

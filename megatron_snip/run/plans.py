@@ -66,8 +66,8 @@ class FirstPlan:
         plan: a plan that fits the model and the settings.
         source: where it comes from.
         changes: one text for each kind of change that made it fit.
-        new_settings: settings that a plan depends on, other than the plan file, that are not those
-            of the stopped run.
+        new_settings: names of the settings of the plan that differ from the stopped run's, but for
+            the plan file.
     """
 
     plan: PrecisionPlan
@@ -77,7 +77,7 @@ class FirstPlan:
 
     @property
     def is_outdated(self) -> bool:
-        """Whether it is a checkpoint's plan for other settings than this run's."""
+        """Whether the plan is a checkpoint's, made under other settings than this run's."""
         return self.source is PlanSource.CHECKPOINT and bool(self.new_settings)
 
 
@@ -101,7 +101,19 @@ class RunPlans:
         train_iters: int | None,
         calibration_cache: Path | None,
     ) -> None:
-        """All ranks; it raises what `SnipController` does."""
+        """All ranks: find what the linears can run, and what the target is.
+
+        Args:
+            config: the settings.
+            model: the planned linears.
+            train_iters: the last iteration of the run; healing needs it.
+            calibration_cache: a file of rank 0 that stores measured seconds for a resumed run.
+
+        Raises:
+            UsageError: on every rank, if healing does not fit the run.
+            UnsupportedError: on every rank, if the model cannot run the options, or the target
+                cannot count seconds.
+        """
         available = available_options(model, config)
         if config.cost == "time" and not config.collect_only:
             available = timed_options(available, model, config, calibration_cache)
@@ -136,16 +148,16 @@ class RunPlans:
             problem = self.unmeasured(max(point.target for point in self.targets.points))
             settings = self._settings(seed)
             check_settings(problem, self.config, settings)
-            match source:
-                case PlanSource.FILE:
-                    return self._plan_of_file()
-                case PlanSource.CHECKPOINT:
-                    assert state is not None
-                    return state.plan
-                case PlanSource.JOB if set(self.available.job.values()) != {BF16}:
+            if source is PlanSource.FILE:
+                return self._plan_of_file()
+            if source is PlanSource.CHECKPOINT:
+                assert state is not None
+                return state.plan
+            if source is PlanSource.JOB:
+                if set(self.available.job.values()) != {BF16}:
                     return self._job_plan()
-                case PlanSource.JOB:
-                    settings = settings.model_copy(update={"policy": f"{UNIFORM}bf16"})
+                # BF16 with the pins is a policy of its own, and the plan has its name.
+                settings = settings.model_copy(update={"policy": f"{UNIFORM}bf16"})
             settings = settings.model_copy(update={"target": self.targets.at(num_done + 1)})
             with naming_field("policy"):
                 return without_objective(make_plan(problem, settings))
@@ -160,11 +172,11 @@ class RunPlans:
         return FirstPlan(plan, source, changes, changed - {"plan_file"})
 
     def _source(self, state: ControllerState | None, changed: frozenset[str]) -> PlanSource:
-        """Return where the first plan comes from; the lines are those of the list above.
+        """Return where the first plan comes from: the first line that applies of the list above.
 
         Args:
             state: that of the stopped run, or None.
-            changed: settings that a plan depends on and that are not as in the stopped run.
+            changed: settings of the plan that differ from those of the stopped run.
         """
         config = self.config
         has_file = config.plan_file is not None
@@ -174,7 +186,9 @@ class RunPlans:
             return PlanSource.FILE
         if not get_policy(config.policy).needs_statistics:
             has_new_settings = bool(changed - {"plan_file"})
-            if state is None or not config.has_schedule or has_new_settings:
+            # With a schedule of targets the stopped run may have planned since its start.
+            is_first_plan_outdated = state is not None and config.has_schedule
+            if not is_first_plan_outdated or has_new_settings:
                 return PlanSource.POLICY
         return PlanSource.JOB if state is None else PlanSource.CHECKPOINT
 
@@ -194,9 +208,9 @@ class RunPlans:
 
     def _job_plan(self) -> PrecisionPlan:
         """Return the plan that changes nothing but what a pin sets."""
-        c = self.config
-        linears = {name: c.pin_of(name) or option for name, option in self.available.job.items()}
-        plan = assigned_plan(linears, self.work, c.lowest_format, "job")
+        job = self.available.job
+        linears = {name: self.config.pin_of(name) or option for name, option in job.items()}
+        plan = assigned_plan(linears, self.work, self.config.lowest_format, "job")
         return plan.model_copy(update={"objective": None, "bound": None})
 
     # ---- later plans ----------------------------------------------------------------------------
@@ -205,12 +219,18 @@ class RunPlans:
         """Return the problem before any measurement: all quality losses are 0."""
         return unmeasured(self._model.all_linears, self.available, target)
 
-    def fallback(self, plan: PrecisionPlan, iteration: int) -> PrecisionPlan:
-        """Return the guard's last fallback: what the job runs; pins hold as in `plan`."""
-        c = self.config
-        job = self.available.job
-        linears = {n: job[n] if c.pin_of(n) is None else o for n, o in plan.linears.items()}
-        return assigned_plan(linears, self.work, c.lowest_format, "guard", iteration)
+    def last_fallback(self, plan: PrecisionPlan, iteration: int) -> PrecisionPlan:
+        """Return what the guard falls back to where no good plan is left: what the job runs.
+
+        Args:
+            plan: the current plan; pinned linears stay as they are in it.
+            iteration: the first iteration of the fallback.
+        """
+        linears = {}
+        for name, option in plan.linears.items():
+            is_pinned = self.config.pin_of(name) is not None
+            linears[name] = option if is_pinned else self.available.job[name]
+        return assigned_plan(linears, self.work, self.config.lowest_format, "guard", iteration)
 
     # ---- what a plan amounts to -----------------------------------------------------------------
 

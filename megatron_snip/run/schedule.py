@@ -65,7 +65,7 @@ class Schedule:
         self._refreshed = iteration
 
     def wait(self) -> None:
-        """Ask again before each iteration: a refresh is due and cannot begin yet."""
+        """Keep a refresh that cannot begin yet due in the next iteration."""
         self.is_waiting = True
 
     def part(self, iteration: int) -> int | None:

@@ -77,8 +77,8 @@ class Solve:
         """Return whether the plan must be applied before an iteration."""
         return self._pending is not None and iteration >= self._pending.apply_at
 
-    def result(self) -> tuple[PrecisionPlan, float]:
-        """Take rank 0's plan; return it and the seconds that training waited for it.
+    def take_plan(self) -> tuple[PrecisionPlan, float]:
+        """Broadcast rank 0's plan; return it and the seconds that training waited for it.
 
         Raises:
             PlanningError: the same on every rank, if there is no plan.
@@ -104,15 +104,16 @@ class Solve:
             self._solver.close()
 
     def state_dict(self) -> PendingProblem | None:
-        """Return what a checkpoint keeps: of a plan that is being made, its problem."""
+        """Return what a checkpoint keeps: the problem, which a resumed run solves again."""
         return self._pending
 
     def load_state_dict(self, state: PendingProblem | None, plan: PrecisionPlan) -> None:
-        """Solve a stopped run's problem again; `plan` is the current one."""
+        """Start to solve a stopped run's problem again; `plan` is the current one."""
         if state is not None:
             self.submit(state, plan)
 
     def _solved(self) -> PrecisionPlan:
+        """Rank 0: wait for the solver's plan."""
         if self._submit_error is not None:
             raise self._submit_error
         assert self._solver is not None, "rank 0 has the solver"

@@ -154,7 +154,13 @@ PLAN_SETTINGS = (
 def reported_settings(
     config: SnipConfig, backend: str, recipes: Mapping[str, str]
 ) -> dict[str, str]:
-    """Return settings, versions and recipes of formats whose change a resumed run reports."""
+    """Return what a resumed run reports if it changed: settings, versions, recipes of formats.
+
+    Args:
+        config: the settings.
+        backend: the backend of the linears.
+        recipes: {format: its recipe}, as a text.
+    """
     versions = {name: installed_version(name) for name in PACKAGES}
     return {
         **_as_text({name: getattr(config, name) for name in (*PLAN_SETTINGS, "collect_only")}),
@@ -165,8 +171,9 @@ def reported_settings(
 
 def changed_plan_settings(state: ControllerState, config: SnipConfig) -> frozenset[str]:
     """Return which of `PLAN_SETTINGS` differ from those of the run that wrote a state."""
-    new = _as_text({name: getattr(config, name) for name in PLAN_SETTINGS})
-    return frozenset(n for n, text in new.items() if state.settings.get(n, text) != text)
+    now = _as_text({name: getattr(config, name) for name in PLAN_SETTINGS})
+    before = state.settings
+    return frozenset(name for name, text in now.items() if before.get(name, text) != text)
 
 
 def _as_text(values: Mapping[str, Any]) -> dict[str, str]:

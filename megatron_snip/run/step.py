@@ -148,7 +148,7 @@ class StepLoss:
     number of tokens, counts as one token. A report that a rank cannot read is logged there, and the
     step has no loss on any rank.
 
-    The constructor does not wait for the device; `value` does.
+    The constructor does not wait for the device; `read` does.
     """
 
     def __init__(self, results: Results, topology: Topology) -> None:
@@ -170,10 +170,10 @@ class StepLoss:
             self._copy_done = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._copy_done.record()
 
-    def value(self) -> float | None:
-        """All ranks: return the loss, the same everywhere.
+    def read(self) -> float | None:
+        """All ranks: wait for the loss, and return it; all ranks get the same.
 
-        None: the schedule reports none, or a rank could not read its report.
+        None if the schedule reports no loss, or a rank could not read its report.
         """
         if self._copy_done is not None:
             self._copy_done.synchronize()
@@ -181,7 +181,9 @@ class StepLoss:
             last = self._topology.world_size - 1
             dist.broadcast(self._sums, src=last, group=self._topology.control)
         total, count, num_unread = self._sums.tolist()
-        return None if num_unread or count == 0.0 else float(total / count)
+        if num_unread or count == 0.0:
+            return None
+        return float(total / count)
 
 
 @torch.no_grad()
@@ -203,7 +205,10 @@ def _step_sums(results: Results) -> torch.Tensor | None:
     """
     try:
         losses = microbatch_losses(results)
-        return None if losses is None else torch.nn.functional.pad(losses.sum(dim=0), (0, 1))
+        if losses is None:
+            return None
+        sums = losses.sum(dim=0)
+        return torch.cat([sums, sums.new_zeros(1)])
     except Exception as error:  # other data ranks wait for this one
         log_failure(logger, "reading the loss of a step", error)
         return on_device(torch.tensor([0.0, 0.0, 1.0], dtype=torch.float64))

@@ -87,10 +87,10 @@ def losses() -> list[float | None]:
     axis = Axis(rank=dist.get_rank(), size=2, group=group)
     topology = Topology(rank=axis.rank, world_size=2, data=axis, control=group)
     results = [{"lm loss": torch.tensor([6.0, 2.0])}]
-    readable = StepLoss(results, topology).value()
+    readable = StepLoss(results, topology).read()
     if axis.rank == 1:
         results = [{"lm loss": torch.empty(0)}]
-    return [readable, StepLoss(results, topology).value()]
+    return [readable, StepLoss(results, topology).read()]
 
 
 class GroupedMLP(torch.nn.Module):

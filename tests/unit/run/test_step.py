@@ -84,8 +84,8 @@ def test_random_numbers_and_buffers_are_restored_twice() -> None:
 )
 def test_microbatches_count_by_their_tokens(reports: list[Any], loss: float | None) -> None:
     results = [{"lm loss": torch.tensor(report)} for report in reports]
-    assert StepLoss(results, ALONE).value() == pytest.approx(loss, abs=0.0, nan_ok=True)
-    assert StepLoss([{}], ALONE).value() is None
+    assert StepLoss(results, ALONE).read() == pytest.approx(loss, abs=0.0, nan_ok=True)
+    assert StepLoss([{}], ALONE).read() is None
 
 
 @pytest.mark.parametrize("report", ["no number", torch.empty(0), torch.ones(3, 2), None])
@@ -93,7 +93,7 @@ def test_a_report_that_cannot_be_read_is_no_loss(
     report: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     results = [{"lm loss": torch.tensor([2.0, 1.0])}, {"lm loss": report}]
-    assert StepLoss(results, ALONE).value() is None
+    assert StepLoss(results, ALONE).read() is None
     assert "reading the loss of a step failed" in caplog.text
 
 
