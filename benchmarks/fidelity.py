@@ -43,8 +43,9 @@ from megatron_snip.divergence.quality_loss import (
     weight_divergence,
 )
 from megatron_snip.options import Option
-from megatron_snip.statistics.optimizer_state import gather_sensitivities, optimizer_shards
+from megatron_snip.statistics.optimizer_state import optimizer_shards
 from megatron_snip.statistics.records import FormatStatistics, LinearStatistics, StatisticsTable
+from megatron_snip.statistics.sensitivity import gather_sensitivities
 
 Score = Callable[[LinearStatistics, FormatStatistics], float]
 
@@ -172,7 +173,7 @@ def _factored(
     for placement, weight in weights.items():
         linear = placement.name
         error = lab.gradients(batches, {linear: option(name, "wgrad")})[1][linear] - base[linear]
-        found = shards[weight].slope_and_update()
+        found = shards[weight].d_and_update()
         assert found is not None
         exact.append(float((found[0].view_as(error) * error).norm()))
         row, col = factors[placement].row, factors[placement].col

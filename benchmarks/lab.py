@@ -32,13 +32,10 @@ from megatron_snip.options import BF16, Option
 from megatron_snip.patches import cpu
 from megatron_snip.run.step import TrainingStep, zero_gradients
 from megatron_snip.statistics.observer import StepObserver
-from megatron_snip.statistics.optimizer_state import (
-    gather_sensitivities,
-    optimizer_shards,
-    weight_norms,
-)
+from megatron_snip.statistics.optimizer_state import optimizer_shards
 from megatron_snip.statistics.records import StatisticsTable
 from megatron_snip.statistics.sample import MeasureSettings
+from megatron_snip.statistics.sensitivity import gather_sensitivities, weight_norms
 from megatron_snip.trainer.config import TrainConfig, make_train_config
 from megatron_snip.trainer.data import Batch, Datasets, build_datasets, iteration_batches
 from megatron_snip.trainer.loop import PlainTraining, train_step

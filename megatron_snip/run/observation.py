@@ -34,14 +34,10 @@ from megatron_snip.run.guard import Outcome
 from megatron_snip.run.step import StepLoss, TrainingStep
 from megatron_snip.statistics.health_table import HealthTable, LinearHealth
 from megatron_snip.statistics.observer import StepObserver
-from megatron_snip.statistics.optimizer_state import (
-    Sensitivity,
-    gather_sensitivities,
-    steps_of_moments,
-    weight_norms,
-)
+from megatron_snip.statistics.optimizer_state import steps_of_moments
 from megatron_snip.statistics.records import StatisticsTable, running_mean
 from megatron_snip.statistics.sample import MeasureSettings
+from megatron_snip.statistics.sensitivity import Sensitivity, gather_sensitivities, weight_norms
 from megatron_snip.topology import Placement
 
 logger = logging.getLogger(__name__)

@@ -52,7 +52,9 @@ HISTOGRAM_STRIDE = 8
 _CAN_SATURATE = (ScaleType.E4M3, ScaleType.E4M3_TE, ScaleType.DELAYED)
 """Scales that are rounded down, or know only earlier tensors."""
 
-_SCALE_ROUNDING = 1 + 2.0**-20  # that of a scale is no saturation
+_SCALE_ROUNDING = 1 + 2.0**-20
+"""An element counts as saturated beyond its tile's largest value times this: the rounding of a
+scale alone is no saturation."""
 
 
 class Tiles(NamedTuple):
@@ -172,13 +174,19 @@ class _OperandScale(NamedTuple):
         size: Number of elements that the sums stand for.
         square: Sum of squares of these elements.
         times_counted: How often each element was counted.
-        unit: Factor from the tensor as the linear sees it to the gradient of the batch-mean loss.
+        unit: Factor from the tensor as the linear sees it to the tensor's unit in the table: of G,
+            the gradient of the batch-mean loss.
     """
 
     size: float
     square: float
     times_counted: float
     unit: float
+
+    @property
+    def shift(self) -> float:
+        """What the unit adds to log2 of the tensor's numbers."""
+        return math.log2(self.unit)
 
 
 def _linear_health(
@@ -202,25 +210,16 @@ def _linear_health(
     *by_format, unquantized = sums.health.tolist()
     for o, operand in enumerate(Operand):
         scale = scales[operand]
-        shift = math.log2(scale.unit)
         largest[operand] = amax[o] * scale.unit if math.isfinite(amax[o]) else None
-        histogram = _trimmed(unquantized[o][-NUM_BINS:], shift)
+        histogram = _trimmed(unquantized[o][-NUM_BINS:], scale.shift)
         if histogram is not None:
             histograms[operand] = histogram
         for f, name in enumerate(s.formats):
-            numbers = by_format[f][o]
-            error, zeros, saturated = (value / scale.times_counted for value in numbers[:-NUM_BINS])
             worst_expert = {}
             for measure, (which, values) in worst.items():
                 if math.isfinite(values[f][o]):
                     worst_expert[measure] = (which[f][o], values[f][o])
-            operands[name][operand] = OperandHealth(
-                sqnr_db=_db(scale.square, error * scale.unit**2),
-                underflow=zeros / scale.size if scale.size else None,
-                saturated=saturated / scale.size if scale.size else None,
-                scale_log2=_spread(numbers[-NUM_BINS:], shift),
-                worst_expert=worst_expert,
-            )
+            operands[name][operand] = _operand_health(by_format[f][o], scale, worst_expert)
 
     gemms = {}
     for name, errors in s.formats.items():
@@ -239,6 +238,22 @@ def _linear_health(
         operands=operands,
         gemm_sqnr_db=gemms,
         histograms=histograms,
+    )
+
+
+def _operand_health(
+    numbers: Sequence[float],
+    scale: _OperandScale,
+    worst_expert: dict[HealthMeasure, tuple[int, float]],
+) -> OperandHealth:
+    """Return the health of an operand in one format from its OPERAND_SUMS numbers."""
+    error, zeros, saturated = (number / scale.times_counted for number in numbers[:ERROR_SUMS])
+    return OperandHealth(
+        sqnr_db=_db(scale.square, error * scale.unit**2),
+        underflow=zeros / scale.size if scale.size else None,
+        saturated=saturated / scale.size if scale.size else None,
+        scale_log2=_spread(numbers[ERROR_SUMS:], scale.shift),
+        worst_expert=worst_expert,
     )
 
 
@@ -279,12 +294,12 @@ def make_health_table(
         grad_scale: Factor from G as the linear sees it to the gradient of the batch-mean loss.
     """
     linears = []
-    rows = map(LinearSums, *sums)
-    for statistics, row, largest, own_experts in zip(
-        table.linears, rows, amax.tolist(), experts, strict=True
-    ):
-        if statistics.microbatches:
-            linears.append(_linear_health(statistics, row, largest, own_experts, grad_scale))
+    for i, statistics in enumerate(table.linears):
+        if not statistics.microbatches:
+            continue
+        of_linear = LinearSums(sums.statistics[i], sums.norms[i], sums.health[i])
+        largest = amax[i].tolist()
+        linears.append(_linear_health(statistics, of_linear, largest, experts[i], grad_scale))
     return HealthTable(table.iteration, tuple(linears))
 
 

@@ -33,8 +33,8 @@ from megatron_snip.quantizers.quantize import (
 from megatron_snip.quantizers.reference import tensor_scale
 from megatron_snip.quantizers.stochastic import StochasticStream
 from megatron_snip.statistics.health import HealthSums, Tiles
-from megatron_snip.statistics.optimizer_state import Sensitivity
 from megatron_snip.statistics.rows import OPERAND_SUMS
+from megatron_snip.statistics.sensitivity import Sensitivity
 from megatron_snip.topology import LinearKind
 from megatron_snip.types import Gemm, Operand
 
@@ -122,7 +122,7 @@ class PartialSums(NamedTuple):
         products: [1 + F, S, N] Y and each format's eY of a row-parallel linear, or [1 + F, S, K] dX
             and each eX of a column-parallel one: sums over the shards' part of the contraction.
         tokens: [2 + 2 F, S] |G_t|^2, |Y_t|^2, |eY_t|^2 and <G_t, eY_t>; column-parallel only.
-        scalars: squared norms, in the order of `_scalar_names`.
+        scalars: sums of squares, in the order of `_scalar_names`.
         health: [1 + F, 3 operands, OPERAND_SUMS], see `LinearSums.health`.
         amax: [3] the largest magnitudes of this shard's X, W and G.
     """
@@ -228,7 +228,8 @@ def partial_sums(
     ]
     health_sums = health.sums(torch.stack(health_errors).float(), (x, w, g))
     if num_shards > 1:
-        # A tensor that every shard holds in full counts once in the sum over shards.
+        # A tensor that every shard holds in full counts once in the sum over shards. Its scalars
+        # are `input_square`, `fp4.input_error_square` ..; dX of such shards is not among them.
         replicated = Operand.GRAD_OUTPUT if kind == "row" else Operand.INPUT
         health_sums[:, list(Operand).index(replicated)] /= num_shards
         prefix = "grad_" if kind == "row" else "input_"
@@ -326,14 +327,14 @@ def totals(
     """
     found = dict(zip(_scalar_names(kind, formats), sums.scalars.double(), strict=True))
     if sums.tokens is None:
-        tokens = _token_sums(grad_output, sums.products)
+        tokens = _token_sums(grad_output, sums.products)  # Y and eY are complete only now
     else:
         tokens = sums.tokens
         by_token = _token_squares(sums.products)
         # As `partial_sums` returns the squares of a row-parallel linear: FP64, then FP32.
         input_grad_squares = by_token.sum(1, dtype=torch.float64).float().double()
         found |= zip(_squares_of("input_grad", formats), input_grad_squares, strict=True)
-    sizes = [1, 1 + len(formats), len(formats)]
+    sizes = [1, 1 + len(formats), len(formats)]  # as `_token_sums` puts them together
     grads, outputs, products = torch.split(tokens.double(), sizes)
     found |= zip(_squares_of("output", formats), outputs.sum(1), strict=True)
     fisher = 0.5 * (outputs[1:] * grads).sum(1)

@@ -34,7 +34,6 @@ from megatron_snip.statistics.measure import (
     partial_sums,
     totals,
 )
-from megatron_snip.statistics.optimizer_state import Sensitivity
 from megatron_snip.statistics.records import StatisticsTable, column_of
 from megatron_snip.statistics.reduce import RankSums, reduce_sums
 from megatron_snip.statistics.rows import RowLayout
@@ -46,6 +45,7 @@ from megatron_snip.statistics.sample import (
     sampled_features,
     to_device,
 )
+from megatron_snip.statistics.sensitivity import Sensitivity
 from megatron_snip.topology import Axis, LinearInfo, Placement, Topology
 from megatron_snip.types import Operand
 
@@ -69,10 +69,13 @@ class _Call:
 
     Attributes:
         placement: the linear.
-        weight: returns W [N, K] of this shard; called while it is measured.
-        num_inputs: K.
-        token_axis: the ranks over which its tokens are split, where they are.
-        input_is_split, output_is_split, prepare_input, delayed_scales: see `StepObserver.observe`.
+        weight: returns W [N, K] of this shard; it is called while the linear is measured.
+        num_inputs: the number K of input features.
+        token_axis: the ranks over which the linear's tokens are split, where they are split.
+        input_is_split: as in `StepObserver.observe`.
+        output_is_split: as in `StepObserver.observe`.
+        prepare_input: as in `StepObserver.observe`.
+        delayed_scales: as in `StepObserver.observe`.
     """
 
     placement: Placement
@@ -89,7 +92,7 @@ class StepObserver:
     """Observes one iteration; the linears call `observe` on every rank.
 
     Attributes:
-        seconds: that this rank's host has spent on sampling, in the taps and in `table`.
+        seconds: seconds that this rank's host has spent on sampling, in the taps and in `table`.
     """
 
     def __init__(
@@ -151,12 +154,14 @@ class StepObserver:
             output: what the linear's GEMM gave.
             input_is_split: the rows are this rank's share of the tokens, which the linear gathers
                 over its tensor axis (sequence parallelism).
-            output_is_split: likewise of the output's rows.
+            output_is_split: the output's rows are this rank's share of the tokens, which a
+                reduction over the tensor axis scattered (sequence parallelism).
             prepare_input: returns what the GEMM multiplies for rows of `input` (a fused norm).
             delayed_scales: returns the scales [3] of X, W and G that a linear under delayed scaling
                 has at the time, FP32; those of X and W are read in the forward.
         """
-        if (names := self._settings.names) is not None and placement.name not in names:
+        names = self._settings.names
+        if names is not None and placement.name not in names:
             return output
         if not (torch.is_grad_enabled() and output.requires_grad):
             return output  # an evaluation, or a forward that is recomputed later
@@ -219,6 +224,7 @@ class StepObserver:
             rows_by_sender = {senders.rank: torch.arange(num_tokens)}
         samples = []
         for sender, rows in rows_by_sender.items():
+            # Senders take turns: of two, microbatches 0, 2, 4 .. are those of sender 0.
             drawn = self._draw(len(rows), forward * senders.size + sender)
             sample = replace(drawn, rows=rows[drawn.rows])
             self._try(placement, partial(self._keep, call, sample, x))
@@ -246,7 +252,7 @@ class StepObserver:
 
         Args:
             call: the forward.
-            sample: what it kept.
+            sample: what the forward kept.
             grad: G [tokens, N] of all tokens.
         """
         placement = call.placement
@@ -331,10 +337,10 @@ class StepObserver:
 
         Args:
             call: the forward.
-            sample: what was measured of it.
-            sums: over all shards of the linear.
+            sample: the tokens of the forward that were measured.
+            sums: sums over all shards of the linear.
             grad: G [S, N] of the sample's single tokens, on this shard.
-            feature_stride: wgrad is measured on one of so many output features.
+            feature_stride: wgrad is measured on every so many-th output feature.
         """
         placement = call.placement
         measured = totals(sums, placement.kind, grad, self._settings.formats)
@@ -369,10 +375,8 @@ class StepObserver:
         """Return the statistics of one microbatch that are known without measuring, by column."""
         counted = {"microbatches": share, "tokens": float(sample.num_tokens)}
         # A weight's update is counted once: not for every microbatch and data rank.
-        if (
-            placement not in self._update_is_counted
-            and self._topology.data_axis(placement).rank == 0
-        ):
+        is_counted = placement in self._update_is_counted
+        if not is_counted and self._topology.data_axis(placement).rank == 0:
             sensitivity = self._sensitivities.get(placement)
             counted["update_square"] = 0.0 if sensitivity is None else sensitivity.update_square
         self._update_is_counted.add(placement)
@@ -381,7 +385,9 @@ class StepObserver:
     def _tensor_amaxes(
         self, call: _Call, sample: Sample, weight: Tensor, grad: Tensor
     ) -> TensorAmaxes | None:
-        """All ranks of the tensor axis: what scales of all of X, W and G need, where a format asks.
+        """All ranks of the tensor axis: return what scales of entire tensors are made from.
+
+        None if no format has such a scale.
 
         Ranks share the scale of an operand whose tokens are split over them, because the linear
         gathers it quantized. A shard of the features has a scale of its own. Both are so in

@@ -17,6 +17,10 @@ SCHEMA_VERSION = 2
 """Version 1 had other columns and cannot be continued."""
 
 
+Over = Literal["tokens", "tiles", "weight", "all"]
+"""What the sum of a measured field runs over; see `Column`."""
+
+
 class Column(NamedTuple):
     """How the sums of a measured field are scaled.
 
@@ -27,13 +31,11 @@ class Column(NamedTuple):
         grad_power: The power of G with which the sum grows.
     """
 
-    over: Literal["tokens", "tiles", "weight", "all"] = "tokens"
+    over: Over = "tokens"
     grad_power: int = 0
 
 
-def _column(
-    over: Literal["tokens", "tiles", "weight", "all"] = "tokens", grad_power: int = 0
-) -> Any:
+def _column(over: Over = "tokens", grad_power: int = 0) -> Any:
     """Return a dataclass field, 0 by default, that is summed as a `Column` says."""
     return field(default=0.0, metadata={"column": Column(over, grad_power)})
 
@@ -193,7 +195,8 @@ def _mixed(old: Row, new: Row, columns: tuple[str, ...], decay: float) -> Row:
     for name in columns:
         before = getattr(old, name)
         now = getattr(new, name)
-        # Where both are equal the mean is, too; the formula might round it.
-        if name not in _NOT_AVERAGED and math.isfinite(before) and before != now:
+        is_averaged = name not in _NOT_AVERAGED and math.isfinite(before)
+        # Where both are equal, the mean is equal to them; the formula might round it.
+        if is_averaged and before != now:
             values[name] = decay * before + (1 - decay) * now
     return replace(new, **values)

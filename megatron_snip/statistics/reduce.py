@@ -79,7 +79,7 @@ def reduce_sums(
         linears: Every linear of the model, in the same order on all ranks.
         grad_scale: The factor from G as the linears see it to the gradient of the batch-mean loss.
         loss: The loss of the iteration, the same on all ranks.
-        norms: Returns this rank's `optimizer_state.weight_norms`; its errors count as failures.
+        norms: Returns this rank's `sensitivity.weight_norms`; its errors count as failures.
         control: A CPU group of all ranks, or None if there is one rank.
 
     Raises:
@@ -99,7 +99,7 @@ def reduce_sums(
         _fill(rows, own.rows, names)
         _fill(sums.norms, norms(), names)
         _fill(amax, own.amax, names)
-        for name, expert in own.experts:
+        for name, expert in own.experts:  # expert 3 of a linear: it has 4 or more
             num_experts[names.index(name)].clamp_(min=1 + expert)
     except Exception as error:  # the other ranks wait in the sum
         own.record_failure(error)
@@ -153,8 +153,16 @@ def _linear_statistics(
     grad_scale: float,
     batch_tokens: float,
 ) -> LinearStatistics:
-    """Turn sums into the units of `records.py`."""
-    microbatches = row["microbatches"] or 1.0
+    """Turn sums into the units of `records.py`.
+
+    Args:
+        info: the linear.
+        row: sums by the name of the column.
+        formats: the formats measured.
+        grad_scale: as in `reduce_sums`.
+        batch_tokens: tokens of the batch, T in the equations.
+    """
+    microbatches = row["microbatches"] or 1.0  # all sums of a linear without any are 0
 
     def scaled(name: str) -> float:
         column = column_of(name)

@@ -17,8 +17,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megatron_snip.statistics.optimizer_state import NORMS
 from megatron_snip.statistics.records import BASE_COLUMNS, FORMAT_COLUMNS
+from megatron_snip.statistics.sensitivity import NORMS
 from megatron_snip.types import Operand
 
 ERROR_SUMS = 3
@@ -40,7 +40,7 @@ class LinearSums(NamedTuple):
 
     Attributes:
         statistics: [.., columns] In the order of `RowLayout.columns`.
-        norms: [.., NORMS] What `optimizer_state.weight_norms` returns.
+        norms: [.., NORMS] What `sensitivity.weight_norms` returns.
         health: [.., 1 + F, 3 operands, OPERAND_SUMS] The operands before quantization come last.
     """
 

@@ -81,33 +81,34 @@ class Sample:
     forward_scales: Tensor | None = None
 
 
-def draw_sample(s: MeasureSettings, num_tokens: int, microbatch: int) -> Sample:
+def draw_sample(settings: MeasureSettings, num_tokens: int, microbatch: int) -> Sample:
     """Return the sample of a microbatch, without X; its rows are of all ranks' tokens together.
 
     A microbatch whose tokens the rounded-up sample covers is measured completely: `rows` then has
     every token twice.
 
     Args:
-        s: What is observed; its seed and iteration decide which tokens are drawn.
+        settings: What is observed; its seed and iteration decide which tokens are drawn.
         num_tokens: Number of tokens of the microbatch, over all ranks of the tensor axis.
         microbatch: Global index of the microbatch within the iteration.
     """
-    tile = max((fmt.tile for fmt in s.formats.values()), default=1)
+    tile = max((fmt.tile for fmt in settings.formats.values()), default=1)
     wanted = min(max(num_tokens // TOKENS_PER_SAMPLE, LEAST_TOKENS), MOST_TOKENS)
     num_tiles = math.ceil(num_tokens / tile)
     num_chosen = math.ceil(wanted / tile)
+    # All tokens, once each, unless some can be left out.
     single = torch.arange(num_tokens)
     runs = single
     first_feature = None
     expansions = (1.0, 1.0)
-    if not s.all_tokens and num_chosen < num_tiles:
-        word = StreamKey(s.seed, "sampled tokens", s.iteration, microbatch).word
+    if not settings.all_tokens and num_chosen < num_tiles:
+        word = StreamKey(settings.seed, "sampled tokens", settings.iteration, microbatch).word
         generator = torch.Generator().manual_seed(word >> 1)  # a seed has 63 bits
         single = torch.randperm(num_tokens, generator=generator)[:wanted]
         chosen = torch.randperm(num_tiles, generator=generator)[:num_chosen].sort().values
         runs = (chosen[:, None] * tile + torch.arange(tile)).reshape(-1)
         runs = runs[runs < num_tokens]
-        key = StreamKey(s.seed, "sampled features", s.iteration, 0)
+        key = StreamKey(settings.seed, "sampled features", settings.iteration, 0)
         first_feature = (key.word + microbatch) % FEATURE_STRIDE  # four microbatches cover all
         expansions = (num_tokens / wanted, num_tiles / num_chosen)
     rows = torch.cat([single, runs])
@@ -148,4 +149,6 @@ def rows_of(matrix: Tensor, rows: Tensor, is_split: bool, axis: Axis) -> Tensor:
 
 def to_device(device: torch.device, tensor: Tensor) -> Tensor:
     """Return a tensor of the CPU on `device`, without waiting for the device."""
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
+    if device.type != "cuda":
+        return tensor
+    return tensor.pin_memory().to(device, non_blocking=True)

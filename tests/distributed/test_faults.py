@@ -29,7 +29,7 @@ from megatron_snip.reporting.events import Reporter
 from megatron_snip.reporting.run_directory import RunDirectory
 from megatron_snip.run import observation
 from megatron_snip.statistics import observer, reduce
-from megatron_snip.statistics.optimizer_state import ShardSums
+from megatron_snip.statistics.sensitivity import ShardSums
 from megatron_snip.trainer.loop import stop_requests
 from tests.distributed.layouts import EP2, OVERLAP, PP2, SHARDED, TP2, names, results_on
 from tests.distributed.small_model import NARROW, Trainer, layout

@@ -7,7 +7,7 @@ import torch.distributed as dist
 
 from megatron_snip.linears.discovery import current_topology
 from megatron_snip.linears.model import PlannedModel
-from megatron_snip.statistics.optimizer_state import Sensitivity, gather_sensitivities
+from megatron_snip.statistics.sensitivity import Sensitivity, gather_sensitivities
 from tests.distributed.launch import run_ranks
 from tests.distributed.layouts import OVERLAP, SHARDED
 from tests.distributed.small_model import Trainer, layout

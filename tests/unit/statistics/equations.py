@@ -17,9 +17,9 @@ from megatron_snip.quantizers.quantize import quantize_dequantize_operand
 from megatron_snip.quantizers.stochastic import grad_output_stream
 from megatron_snip.statistics.health_table import HealthTable
 from megatron_snip.statistics.observer import StepObserver
-from megatron_snip.statistics.optimizer_state import Sensitivity
 from megatron_snip.statistics.records import StatisticsTable
 from megatron_snip.statistics.sample import MeasureSettings
+from megatron_snip.statistics.sensitivity import Sensitivity
 from megatron_snip.topology import Axis, Placement, Topology
 from megatron_snip.types import GEMM_OPERANDS, Gemm, Operand
 

@@ -8,12 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_snip.statistics.optimizer_state import (
-    Shard,
-    ShardSums,
-    gather_sensitivities,
-    optimizer_shards,
-)
+from megatron_snip.statistics.optimizer_state import Shard, optimizer_shards
+from megatron_snip.statistics.sensitivity import ShardSums, gather_sensitivities
 from megatron_snip.topology import Placement, Topology
 
 BETAS, EPS = (0.9, 0.95), 1e-8
@@ -34,8 +30,8 @@ def trained(
     return param, optimizer, before - param.detach()
 
 
-def slope_and_update(shard: Shard) -> tuple[torch.Tensor, torch.Tensor]:
-    found = shard.slope_and_update()
+def d_and_update(shard: Shard) -> tuple[torch.Tensor, torch.Tensor]:
+    found = shard.d_and_update()
     assert found is not None
     return found
 
@@ -59,7 +55,7 @@ def test_d_is_the_slope_of_the_real_update_and_the_update_the_one_last_made(step
     slope = ((up - down) / (2 * h)).flatten()
     shard = optimizer_shards(optimizer)[param]
     assert (shard.start, shard.end, shard.step) == (0, param.numel(), steps)
-    d, update = slope_and_update(shard)
+    d, update = d_and_update(shard)
     torch.testing.assert_close(update.double(), made.flatten(), rtol=1e-5, atol=1e-7)
     beta2 = BETAS[1]
     decay = (beta2 * (1 - beta2**steps) / (1 - beta2 ** (steps + 1))) ** 0.5
@@ -94,7 +90,7 @@ def test_d_over_the_update_is_that_of_the_real_step(
             optimizer.step()
         grad, (shard,) = scales[:rows] * draw(rows), optimizer_shards(optimizer).values()
         step = next_update(param, optimizer, grad)
-        d, update = slope_and_update(shard)
+        d, update = d_and_update(shard)
         sizes = []
         for _ in range(5):
             change = 0.1 * scales[:rows] * draw(rows)  # as large as the errors of FP4
@@ -116,7 +112,7 @@ def test_without_moments_or_of_an_unknown_optimizer_there_is_no_sensitivity(
         param.grad = torch.ones(3, 2)
         optimizer.step()
     for _ in range(2):
-        assert optimizer_shards(optimizer)[param].slope_and_update() is None
+        assert optimizer_shards(optimizer)[param].d_and_update() is None
     assert caplog.text.count("optimizer RMSprop is not known") == (name == "RMSprop")
 
 
@@ -125,7 +121,7 @@ def test_a_second_moment_of_zero_stays_finite() -> None:
     param, optimizer, _ = trained(3, shape=(1, 2))
     moments = {"exp_avg": torch.zeros(1, 2), "exp_avg_sq": torch.tensor([[0.0, 1e-45]])}
     optimizer.state[param].update(moments)
-    d, update = slope_and_update(optimizer_shards(optimizer)[param])
+    d, update = d_and_update(optimizer_shards(optimizer)[param])
     assert d.isfinite().all() and update.isfinite().all()
 
 
@@ -137,9 +133,9 @@ def test_the_state_of_fused_adam_counts_steps_in_the_group() -> None:
     optimizer.param_groups[0]["step"] = 4
     found = optimizer_shards(optimizer)[param]
     assert found.step == 4
-    assert torch.equal(slope_and_update(found)[0], slope_and_update(wanted)[0])
+    assert torch.equal(d_and_update(found)[0], d_and_update(wanted)[0])
     optimizer.param_groups[0]["betas"] += (0.5,)  # of optimizers with a third decay rate
-    assert torch.equal(slope_and_update(found)[0], slope_and_update(wanted)[0])
+    assert torch.equal(d_and_update(found)[0], d_and_update(wanted)[0])
     optimizer.param_groups[0]["step"] = torch.tensor(4, dtype=torch.int32)  # capturable
     assert optimizer_shards(optimizer)[param].step == 4
 
@@ -179,7 +175,7 @@ def test_a_separable_second_moment_gives_d_exactly_from_any_ranges(
     monkeypatch: pytest.MonkeyPatch, cuts: list[int]
 ) -> None:
     weight, shard = weight_and_shard(separable=True)
-    d, update = slope_and_update(shard)
+    d, update = d_and_update(shard)
     parts = [part(shard, a, b) for a, b in pairwise([0, *cuts, ROWS * COLS])]
     found = gathered(monkeypatch, weight, *parts)
     wanted = d.view(ROWS, COLS)
@@ -191,7 +187,7 @@ def test_factors_keep_the_sums_of_rows_and_columns(monkeypatch: pytest.MonkeyPat
     weight, shard = weight_and_shard(separable=False)
     found = gathered(monkeypatch, weight, shard)
     inverse = 1 / (found.row[:, None] * found.col).square()
-    wanted = slope_and_update(shard)[0].view(ROWS, COLS) ** -2
+    wanted = d_and_update(shard)[0].view(ROWS, COLS) ** -2
     for dim in (0, 1):
         torch.testing.assert_close(inverse.sum(dim), wanted.sum(dim), rtol=1e-5, atol=0)
 
