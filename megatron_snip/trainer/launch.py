@@ -10,7 +10,8 @@ killed rank, else the earliest error that a rank wrote. After a signal the exit 
 (EX_TEMPFAIL: run the command again) if the ranks saved a checkpoint, else 128 + its number.
 
 If RANK and WORLD_SIZE are set, as torchrun sets them, the process is a rank itself. Importing this
-module does not import torch.
+module does not import torch. Without a GPU the launcher imports it after it has started the ranks,
+while they do the same; for the store where they meet, which must outlive each of them.
 """
 
 from __future__ import annotations
@@ -110,9 +111,13 @@ def without_nohup(numbers: Iterable[signal.Signals]) -> list[signal.Signals]:
 
 def default_num_ranks(config: TrainConfig) -> int:
     """Return the ranks of one model replica, or of as many replicas as fit on the GPUs."""
+    replica = config.model_parallel_size
+    try:
+        ctypes.CDLL("libcuda.so.1")  # the driver's; without it there is no need to ask torch
+    except OSError:
+        return replica
     import torch
 
-    replica = config.model_parallel_size
     return max(replica, torch.cuda.device_count() // replica * replica)
 
 
@@ -128,18 +133,22 @@ def launch(config: TrainConfig, num_ranks: int) -> int:
     if num_ranks > MAX_LOCAL_RANKS:
         raise UsageError(f"{num_ranks} ranks on one machine; at most {MAX_LOCAL_RANKS} are started")
     outlive_output()
-    store = _make_store()
     received: list[int] = []
     for number in without_nohup(_SIGNALS):
         signal.signal(number, lambda number, frame: received.append(number))
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
     ranks: list[subprocess.Popen[bytes]] = []
-    with _unnamed_file() as settings, contextlib.ExitStack() as files:
+    with contextlib.ExitStack() as files:
+        # Ranks that come before the store wait in this socket's queue.
+        listener = files.enter_context(socket.create_server((LOOPBACK, 0), backlog=num_ranks))
+        port = listener.getsockname()[1]
+        settings = files.enter_context(_unnamed_file())
         settings.write(settings_of_ranks(config))
         reports = [files.enter_context(_unnamed_file()) for _ in range(num_ranks)]
         try:
             for rank, report in enumerate(reports):
-                ranks.append(_start_rank(rank, num_ranks, store.port, settings, report))
+                ranks.append(_start_rank(rank, num_ranks, port, settings, report))
+            _store = _serve_store(listener)  # answers as long as it is referenced
             late = _wait(ranks, received, reports, EXIT_S if config.save is None else SAVE_S)
             statuses = [process.returncode or 0 for process in ranks]
             kind, reason = _first_failure(reports)
@@ -173,11 +182,10 @@ def launch(config: TrainConfig, num_ranks: int) -> int:
     return 0
 
 
-def _make_store() -> TCPStore:
+def _serve_store(listener: socket.socket) -> TCPStore:
     """Return the store where the ranks meet; rank 0's own would listen on all interfaces."""
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-    listener = socket.create_server((LOOPBACK, 0))
     return TCPStore(
         LOOPBACK,
         listener.getsockname()[1],

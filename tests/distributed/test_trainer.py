@@ -186,8 +186,8 @@ def processes_of(front: subprocess.Popen[str]) -> list[psutil.Process]:
     return psutil.Process(front.pid).children(recursive=True)
 
 
-def rank_1(processes: list[psutil.Process]) -> psutil.Process:
-    return next(p for p in processes if p.environ().get("RANK") == "1")
+def rank_of(processes: list[psutil.Process], number: int) -> psutil.Process:
+    return next(p for p in processes if p.environ().get("RANK") == str(number))
 
 
 def assert_all_gone(processes: list[psutil.Process]) -> None:
@@ -213,17 +213,22 @@ def test_ranks_listen_on_the_loopback_interface_only_and_end_by_a_signal(
 
 
 @pytest.mark.slow
-def test_a_killed_rank_is_named_and_a_killed_launcher_ends_its_ranks(tmp_path: Path) -> None:
-    words = command(tmp_path / "run", train_iters=5000)
-    with training(words, tmp_path) as front:
+@pytest.mark.parametrize("number", [0, 1])
+def test_a_killed_rank_is_named(tmp_path: Path, number: int) -> None:
+    with training(command(tmp_path / "run", train_iters=5000), tmp_path) as front:
         processes = processes_of(front)
-        rank_1(processes).kill()
+        rank_of(processes, number).kill()
         _, errors = front.communicate(timeout=TIMEOUT_S)
-    assert (front.returncode, errors) == (1, "megatron-snip: rank 1 ended by SIGKILL\n")
+    assert (front.returncode, errors) == (1, f"megatron-snip: rank {number} ended by SIGKILL\n")
     assert_all_gone(processes)
+
+
+@pytest.mark.slow
+def test_a_killed_launcher_ends_its_ranks(tmp_path: Path) -> None:
     temporary = tmp_path / "temporary"
     temporary.mkdir()
-    with training([*words, "--overwrite"], tmp_path, TMPDIR=str(temporary)) as front:
+    words = command(tmp_path / "run", train_iters=5000)
+    with training(words, tmp_path, TMPDIR=str(temporary)) as front:
         processes = processes_of(front)
         front.kill()
         assert_all_gone(processes)
@@ -239,7 +244,7 @@ def test_a_stopped_rank_does_not_hold_up_the_end(
     values = {"save": str(tmp_path / "checkpoints")} if save else {}
     with training(command(tmp_path / "run", train_iters=5000, **values), tmp_path) as front:
         processes = processes_of(front)
-        rank_1(processes).suspend()
+        rank_of(processes, 1).suspend()
         begin = time.monotonic()
         for _ in range(interrupts):
             front.send_signal(signal.SIGINT)

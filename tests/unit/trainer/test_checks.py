@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 from collections.abc import Callable
+from ctypes.util import find_library
 from pathlib import Path
 from typing import Any
 
@@ -309,6 +312,20 @@ def test_variables_that_a_launcher_left_are_refused(
         is_rank()
     monkeypatch.delenv("RANK")
     assert not is_rank()
+
+
+WITHOUT_RANKS = """
+import subprocess, sys
+from megatron_snip.trainer.config import TrainConfig
+from megatron_snip.trainer.launch import default_num_ranks, launch
+subprocess.Popen = lambda *words, **options: sys.exit("torch" in sys.modules)
+launch(TrainConfig(), default_num_ranks(TrainConfig()))
+"""
+
+
+@pytest.mark.skipif(find_library("cuda") is not None, reason="torch counts the GPUs first")
+def test_ranks_start_before_the_launcher_imports_torch() -> None:
+    subprocess.run([sys.executable, "-c", WITHOUT_RANKS], check=True)
 
 
 def test_thousands_of_ranks_are_not_started() -> None:
