@@ -25,8 +25,18 @@ ROOT_PAGES = {
 
 
 def equation(source: str, *_: Any, **__: Any) -> str:
-    """Return a fence of LaTeX as MathML; a function of pymdownx.superfences."""
-    return f'<div class="equation">{convert(source, display="block")}</div>'
+    """Return a fence of LaTeX as MathML; a function of pymdownx.superfences.
+
+    GitHub needs `aligned` and an escaped underscore; latex2mathml knows neither.
+
+    Raises:
+        ValueError: if a part of the LaTeX was not understood and would be printed as it is.
+    """
+    known = source.replace("{aligned}", "{align*}").replace(r"\_", "_")
+    mathml = convert(known, display="block")
+    if left := re.search(r">[^<>]*(&(?!#x)|\\)[^<>]*<", mathml):
+        raise ValueError(f"latex2mathml does not understand {left[0]} in: {source}")
+    return f'<div class="equation">{mathml}</div>'
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:

@@ -73,6 +73,24 @@ def test_pictures_are_drawn_and_equations_are_typeset(
     assert browser.evaluate(broken) == []
     equations = browser.evaluate("document.querySelectorAll('.equation math').length")
     assert (equations >= 4) == (name == "how-it-works")
+    texts = browser.evaluate("[...document.querySelectorAll('.equation')].map(e => e.innerText)")
+    assert not [text for text in texts if "&" in text or "\\" in text]
+
+
+def test_the_lines_of_an_equation_are_aligned_at_their_equals_signs(
+    browser: Chromium, address: str
+) -> None:
+    browser.open(f"{address}/how-it-works.html", 1280, 900, dark=False)
+    edges = browser.evaluate(
+        """[...document.querySelector(".equation").querySelectorAll("mtr")].map(row => {
+          const sign = [...row.querySelectorAll("mo")].find(e => e.textContent === "=");
+          const {left, top} = sign.getBoundingClientRect();
+          return [Math.round(left), Math.round(top)];
+        })"""
+    )
+    assert len(edges) == 3
+    assert len({left for left, _ in edges}) == 1
+    assert len({top for _, top in edges}) == 3
 
 
 @pytest.mark.parametrize("place", ["served", "from disk"])

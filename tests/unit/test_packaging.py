@@ -1,14 +1,19 @@
 """sdist, wheel, editable install and checkout have the same modules and run from any directory."""
 
+import ast
 import json
 import shutil
+import sys
 import sysconfig
 import tarfile
+import tomllib
 import zipfile
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
+from packaging.requirements import Requirement
 
 from megatron_snip.planning.problem import write_problem
 from megatron_snip.version import __version__
@@ -137,3 +142,20 @@ def test_editable_install_and_checkout_have_the_wheels_modules(
     editable = install(build(sources, "editable", tmp_path / "editable"), tmp_path / "site")
     found = modules(tmp_path, editable, editable=True)
     assert found == {name: sources / at for name, at in files.items()}
+
+
+def test_the_extra_megatron_has_what_megatron_imports_without_a_gpu() -> None:
+    """`megatron.training` 0.16 imports this module of Megatron-Core, and torch alone does not."""
+    spec = find_spec("megatron.core.transformer.custom_layers")
+    assert spec is not None and spec.submodule_search_locations
+    source = Path(spec.submodule_search_locations[0]) / "batch_invariant_kernels.py"
+    imported = {
+        name.name.partition(".")[0]
+        for node in ast.parse(source.read_text(encoding="utf-8")).body
+        if isinstance(node, ast.Import)
+        for name in node.names
+    }
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    required = [*project["dependencies"], *project["optional-dependencies"]["megatron"]]
+    names = {Requirement(each).name for each in required}
+    assert imported - sys.stdlib_module_names <= names
