@@ -8,7 +8,7 @@ import sysconfig
 import tarfile
 import tomllib
 import zipfile
-from importlib.util import find_spec
+from importlib.metadata import distribution
 from pathlib import Path
 from typing import Any
 
@@ -146,9 +146,8 @@ def test_editable_install_and_checkout_have_the_wheels_modules(
 
 def test_the_extra_megatron_has_what_megatron_imports_without_a_gpu() -> None:
     """`megatron.training` 0.16 imports this module of Megatron-Core, and torch alone does not."""
-    spec = find_spec("megatron.core.transformer.custom_layers")
-    assert spec is not None and spec.submodule_search_locations
-    source = Path(spec.submodule_search_locations[0]) / "batch_invariant_kernels.py"
+    module = "megatron/core/transformer/custom_layers/batch_invariant_kernels.py"
+    source = Path(str(distribution("megatron-core").locate_file(module)))
     imported = {
         name.name.partition(".")[0]
         for node in ast.parse(source.read_text(encoding="utf-8")).body
