@@ -19,8 +19,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megatron_snip.collectives import gather_json
-from megatron_snip.linears.megatron_linear import SimulatedLinear
 from megatron_snip.linears.model import PlannedModel
+from megatron_snip.linears.planned_linear import PlannedLinear
 from megatron_snip.linears.te.linear import RecipeTELinear
 from megatron_snip.patches.registry import Call, Session, patch
 
@@ -200,9 +200,7 @@ class Graphs:
             logger.info("snip: iteration %d: %s", self.model.runtime.iteration, text)
 
 
-def _capture_hook(
-    linear: SimulatedLinear | RecipeTELinear, captured: set[str]
-) -> Callable[..., None]:
+def _capture_hook(linear: PlannedLinear, captured: set[str]) -> Callable[..., None]:
     """Return a hook for a linear's forward while layers are captured; it notes the linear."""
 
     def before_forward(module: Any, args: Any) -> None:

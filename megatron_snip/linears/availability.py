@@ -51,22 +51,13 @@ def resolve_formats(
     with_te = any(te_kind(module) is not None for chunk in model for module in chunk.modules())
     with_te = config.backend != "simulate" and any_rank(with_te, control)
     machine = this_machine(with_te, get_model_config(model[0]) if with_te else None)
-    is_auto = config.formats == (AUTO,)
     formats = config.formats
-    if is_auto and with_te:
-        formats = te_formats(machine)
-        if not config.collect_only:
-            formats = tuple(
-                name
-                for name in formats
-                if any_rank(_fits_a_weight(te_support(name, machine)[0], model, machine), control)
-            )
-        formats = two_lowest(formats)
-    elif is_auto:
+    if config.formats == (AUTO,):
         formats = SIMULATED_FORMATS
-    if control is None or torch.distributed.get_rank() == 0:
+        if with_te:
+            formats = _best_formats(model, machine, config.collect_only, control)
         backend = "te" if with_te else "simulate"
-        if is_auto:
+        if control is None or torch.distributed.get_rank() == 0:
             logger.info("snip: formats auto: %s (backend %s)", ",".join(formats), backend)
     if with_te:
         _log_recipes(formats_in(formats), machine)
@@ -75,8 +66,26 @@ def resolve_formats(
     return config.model_copy(update={"formats": formats})
 
 
+def _best_formats(
+    model: Sequence[torch.nn.Module],
+    machine: Machine,
+    collect_only: bool,
+    control: ProcessGroup | None,
+) -> tuple[str, ...]:
+    """All ranks: return the formats that `auto` means under Transformer Engine."""
+    formats = te_formats(machine)
+    if not collect_only:  # what is measured only may be for another machine
+        fitting = []
+        for name in formats:
+            recipe, _ = te_support(name, machine)
+            if any_rank(_fits_a_weight(recipe, model, machine), control):
+                fitting.append(name)
+        formats = tuple(fitting)
+    return two_lowest(formats)
+
+
 def _forward_only_formats(formats: Sequence[str], machine: Machine) -> tuple[str, ...]:
-    """Return entries of `--snip-formats` that name what runs, and count towards the target so."""
+    """Return the formats with dgrad and wgrad in BF16, as they run and count for the target."""
     named = [str(forward_only(Option.parse(entry))) for entry in formats]
     warn_once_per_job(
         logger,
@@ -88,7 +97,11 @@ def _forward_only_formats(formats: Sequence[str], machine: Machine) -> tuple[str
 
 
 def _fits_a_weight(recipe: str, model: Sequence[torch.nn.Module], machine: Machine) -> bool:
-    """Return whether the stored weight of any linear on this rank allows a recipe."""
+    """Return whether any linear on this rank has a weight that a recipe can multiply.
+
+    A weight that is stored quantized has only what the run's own recipe or BF16 can multiply,
+    unless Megatron gathers it in BF16.
+    """
     if recipe in ("bf16", machine.run_recipe):
         return True
     return any(
@@ -146,7 +159,7 @@ class AvailableOptions:
     """What the linears of a model can run; the same on all ranks.
 
     Attributes:
-        options: those of the settings that some linear can run, in the settings' order.
+        options: the options of the settings that some linear can run, in the settings' order.
         refusals: which linears cannot run an option, and why.
         warnings: one line per option that some or all linears cannot run.
         calibration: seconds of every option that is not refused, if time is the objective. Then
@@ -191,8 +204,14 @@ def available_options(model: PlannedModel, config: SnipConfig) -> AvailableOptio
     refusals = option_refusals(model, (*config.options, lowest))
     num_linears = len(model.all_linears)
     options = tuple(o for o in config.options if len(refusals[o]) < num_linears)
+    if not any(option.share_in(config.lowest_format) for option in options):
+        raise UnsupportedError(
+            f"no linear of this model can run {lowest}, the lowest precision of --snip-formats: "
+            f"{reasons(refusals[lowest])}; choose other formats or use --snip-backend simulate"
+        )
     warnings = []
-    if pinned := model.pinned():
+    pinned = model.pinned()
+    if pinned:
         warnings.append(f"{len(pinned)} linears stay as the job runs them: {reasons(pinned)}")
     if ties:
         warnings.append(
@@ -200,14 +219,10 @@ def available_options(model: PlannedModel, config: SnipConfig) -> AvailableOptio
             "fused"
         )
     for option in config.options:
-        if refused := refusals[option]:
+        refused = refusals[option]
+        if refused:
             which = f"{len(refused)} linears" if option in options else "any linear"
             warnings.append(f"{option} is not available to {which}: {reasons(refused)}")
-    if not any(option.share_in(config.lowest_format) for option in options):
-        raise UnsupportedError(
-            f"no linear of this model can run {lowest}, the lowest precision of --snip-formats: "
-            f"{reasons(refusals[lowest])}; choose other formats or use --snip-backend simulate"
-        )
     return AvailableOptions(
         options,
         refusals,
@@ -221,10 +236,10 @@ def available_options(model: PlannedModel, config: SnipConfig) -> AvailableOptio
 def option_refusals(model: PlannedModel, options: Iterable[Option]) -> dict[Option, dict[str, str]]:
     """All ranks, with the same options in the same order: return which linears cannot run them."""
     distinct = list(dict.fromkeys(options))
-    own = [
-        {linear.name: why for linear in model.linears if (why := linear.refusal(option))}
-        for option in distinct
-    ]
+    own: list[dict[str, str]] = []
+    for option in distinct:
+        reason_of = {linear.name: linear.refusal(option) for linear in model.linears}
+        own.append({name: why for name, why in reason_of.items() if why is not None})
     found: dict[Option, dict[str, str]] = {option: {} for option in distinct}
     for rank in gather_json(own, model.runtime.topology.control):
         for option, refused in zip(distinct, rank, strict=True):

@@ -64,12 +64,12 @@ class TimedShape(NamedTuple):
     """A linear's size, norm and options: what is measured once for all linears that share them.
 
     Attributes:
-        out_features: of the shard.
-        in_features: of the shard.
-        tokens: of a GEMM.
+        out_features: output features of the shard.
+        in_features: input features of the shard.
+        tokens: tokens that a GEMM multiplies.
         norm: kind of the fused norm (`RMSNorm`, `LayerNorm`), or an empty text.
-        options: what it can run, comma separated; with a mixed option, the uniform ones of its
-            formats too.
+        options: the options that the linear can run, comma separated; with a mixed option, the
+            uniform ones of its formats too.
     """
 
     out_features: int
@@ -116,17 +116,21 @@ def timed_options(
         made = on_rank_0("--snip-calibration", lambda: make().model_dump(), control)
     table = CalibrationTable(**made)
     refusals = dict(available.refusals)
-    fastest = 0.0
+    largest_saving_s = 0.0
     for option in available.options:
         refused = dict(available.refusals.get(option, {}))
         pins = [glob for glob, wanted in config.pin_pairs if wanted == option]
-        for name in [i.name for i in model.all_linears if i.name not in refused]:
-            saved_s = table.seconds(name, 1.0, BF16) - table.seconds(name, 1.0, option)
-            fastest = max(fastest, saved_s)
-            if saved_s <= 0.0 and option != BF16 and not any(glob_matches(name, g) for g in pins):
+        for linear in model.all_linears:
+            name = linear.name
+            if name in refused:
+                continue
+            saving_s = table.seconds(name, 1.0, BF16) - table.seconds(name, 1.0, option)
+            largest_saving_s = max(largest_saving_s, saving_s)
+            is_pinned = any(glob_matches(name, glob) for glob in pins)
+            if saving_s <= 0.0 and option != BF16 and not is_pinned:
                 refused[name] = "it is not faster than bf16"
         refusals[option] = refused
-    if not fastest:
+    if not largest_saving_s:
         raise UnsupportedError(
             f"--snip-cost time: no linear is faster than in bf16 in any of --snip-formats on "
             f"{table.device}; use --snip-cost flops"
@@ -145,21 +149,33 @@ def _shapes(model: PlannedModel, options: Sequence[Option]) -> dict[str, TimedSh
     wanted = dict.fromkeys((BF16, *uniform, *options))
     own = []
     for linear in model.linears:
-        seen = tokens
+        num_tokens = tokens
+        if linear.placements[0].expert is not None:
+            num_tokens = _expert_tokens(tokens, config)
         norm = getattr(linear.module, "normalization", "")
-        if linear.placements[0].expert is not None:  # its share of its group's tokens, padded
-            ranks = config.expert_model_parallel_size * config.expert_tensor_parallel_size
-            seen = tokens * ranks * config.moe_router_topk // config.tensor_model_parallel_size
-            seen = -(-seen // config.num_moe_experts // 128) * 128
         runs = [str(option) for option in wanted if linear.refusal(option) is None]
-        own.append([linear.name, *linear.weights[0].shape, seen, norm, ",".join(runs)])
-    globs: dict[str, TimedShape] = {}
+        own.append([linear.name, *linear.weights[0].shape, num_tokens, norm, ",".join(runs)])
+    shapes: dict[str, TimedShape] = {}
     for rank in gather_json(own, model.runtime.topology.control):
         for name, *values in rank:
             shape = TimedShape(*values)
-            glob = f"*.layers.*.{split_linear_name(name)[2]}"
-            globs[glob if globs.setdefault(glob, shape) == shape else name] = shape
-    return dict(sorted(globs.items(), key=lambda pair: -len(pair[0])))  # a name before its glob
+            _, _, module = split_linear_name(name)
+            # The glob has the shape of the first layer; a layer that differs is named.
+            if shapes.setdefault(f"*.layers.*.{module}", shape) != shape:
+                shapes[name] = shape
+    return dict(sorted(shapes.items(), key=lambda pair: -len(pair[0])))  # a name before its glob
+
+
+def _expert_tokens(tokens: int, config: Any) -> int:
+    """Return an expert's share of its group's tokens, padded to complete tiles of 128.
+
+    Args:
+        tokens: tokens of a microbatch on this context-parallel rank.
+        config: Megatron's TransformerConfig.
+    """
+    num_ranks = config.expert_model_parallel_size * config.expert_tensor_parallel_size
+    routed = tokens * num_ranks * config.moe_router_topk // config.tensor_model_parallel_size
+    return int(-(-routed // config.num_moe_experts // 128) * 128)
 
 
 def _cached(
@@ -171,11 +187,12 @@ def _cached(
     here = this_setup(device, shapes=digest)
     if cache is not None and cache.is_file():
         table = read_calibration(cache)
-        if table.model_dump(include=set(here)) | {"date": here["date"]} == here:
+        there = table.model_dump(include=set(here))
+        if {**there, "date": here["date"]} == here:  # all but the date
             return table
-    state = TrainingStateSnapshot(())
+    state = TrainingStateSnapshot(())  # the random number generators: measuring draws numbers
     found = {s: measure(s, machine, device, AUTO_BUDGET_S) for s in set(shapes.values())}
-    state.restore()  # of random number generators
+    state.restore()
     logger.info("snip: measured the seconds of %d shapes of linears", len(found))
     linears = [found[shape].model_copy(update={"names": glob}) for glob, shape in shapes.items()]
     table = CalibrationTable(**here, tokens=1, linears=tuple(linears))
@@ -208,11 +225,11 @@ def measure(
     Raises:
         RuntimeError: if memory is short.
     """
-    rows, columns, tokens, _, options = shape
-    x, g = (torch.randn(tokens, size).bfloat16().to(device) for size in (columns, rows))
-    x.requires_grad_()
+    x = torch.randn(shape.tokens, shape.in_features).bfloat16().to(device).requires_grad_()
+    g = torch.randn(shape.tokens, shape.out_features).bfloat16().to(device)
 
-    def times(option: Option) -> tuple[float, float, float]:
+    def gemm_times(option: Option) -> tuple[float, float, float]:
+        """Return the seconds of fprop, dgrad and wgrad."""
         make = simulated_linear if machine is None else partial(te_linear, machine)
         forward, weight = make(shape, option, x)
 
@@ -220,26 +237,30 @@ def measure(
             inputs = [x, weight] if weight.requires_grad else [x]
             torch.autograd.grad(forward(), inputs, g)
 
-        fprop, total = (least_s(call, device, budget_s) for call in (forward, both))
+        fprop = least_s(forward, device, budget_s)
+        total = least_s(both, device, budget_s)
         weight.requires_grad_(False)
         with_dgrad = least_s(both, device, budget_s)
         return fprop, with_dgrad - fprop, total - with_dgrad
 
     seconds: dict[str, dict[str, float]] = {}
     mixed = [0.0]
-    for option in sorted(map(Option.parse, options.split(",")), key=lambda o: len(set(o.formats))):
-        parts = times(option)
+    options = map(Option.parse, shape.options.split(","))
+    # Uniform options first: a mixed one is compared with them.
+    for option in sorted(options, key=lambda one: len(set(one.formats))):
+        parts = gemm_times(option)
         if len(set(option.formats)) == 1:
             gemms = zip(Gemm, parts, strict=True)
             seconds[option.fprop] = {gemm.value: max(part, 1e-9) for gemm, part in gemms}
         else:
-            mixed.append(sum(parts) - sum(seconds[option[gemm]][gemm.value] for gemm in Gemm))
+            of_gemms = sum(seconds[option[gemm]][gemm.value] for gemm in Gemm)
+            mixed.append(sum(parts) - of_gemms)
     return CalibratedLinear(
         names="*",
-        out_features=rows,
-        in_features=columns,
+        out_features=shape.out_features,
+        in_features=shape.in_features,
         seconds=seconds,
-        tokens=tokens,
+        tokens=shape.tokens,
         mixed_s=max(0.0, statistics.median(mixed[1:] or mixed)),
     )
 

@@ -41,10 +41,21 @@ logger = logging.getLogger(__name__)
 _LAYER = re.compile(r"^(?:.*\.)?(?P<block>[A-Za-z_]\w*)\.layers\.\d+$")
 _EXPERT = re.compile(r"\.local_experts\.(?P<expert>\d+)\.")
 _USUAL = (
-    *("in_proj", "out_proj"),
-    *("linear_qkv", "linear_q_proj", "linear_q_down_proj", "linear_kv_down_proj"),
-    *("linear_qkv_down_proj", "linear_q_up_proj", "linear_kv_up_proj", "linear_proj"),
-    *("linear_fc1", "linear_fc2"),
+    # Mamba
+    "in_proj",
+    "out_proj",
+    # attention, and latent attention between its input and linear_proj
+    "linear_qkv",
+    "linear_q_proj",
+    "linear_q_down_proj",
+    "linear_kv_down_proj",
+    "linear_qkv_down_proj",
+    "linear_q_up_proj",
+    "linear_kv_up_proj",
+    "linear_proj",
+    # MLP
+    "linear_fc1",
+    "linear_fc2",
 )
 _DATA_FLOW = {name: order for order, name in enumerate(_USUAL)}
 """Order of the usual linears within a layer; modules register in another order."""
@@ -112,7 +123,10 @@ def find_linears(
             unknown.append(linear_name(number, name, block))
         # eh_proj joins embedding and hidden state in MTP; it is not a layer GEMM
         elif kind is not None and own_name != "eh_proj":
-            found.append((module, _placements(module, kind, name, number, block, topology)))
+            placements = _placements(
+                module, kind, topology, name=name, layer_number=number, block=block
+            )
+            found.append((module, placements))
     if unknown:
         warn_once(
             logger,
@@ -167,17 +181,20 @@ def _outermost_layers(
 
 
 def _planned_paths(chunk: torch.nn.Module) -> Callable[[str], bool]:
-    """Return whether a layer's path is one of the language model's.
+    """Return a function: whether the layer at a path of the chunk is one of the language model's.
 
-    That is the outermost one: a teacher of distillation is another one within it. A chunk without
-    a language model, such as a diffusion model's, is planned as it is.
+    The language model is the outermost one: a teacher of distillation is another one within it. In
+    a chunk without a language model, such as a diffusion model's, all layers are planned.
     """
     modules = chunk.named_modules()
-    languages = [path for path, module in modules if isinstance(module, LanguageModule)]
+    models = [path for path, module in modules if isinstance(module, LanguageModule)]
 
     def is_planned(path: str) -> bool:
-        around = [each for each in languages if not each or path.startswith(f"{each}.")]
-        return len(around) == 1 or not languages
+        if not models:
+            return True
+        # The chunk itself has the empty path.
+        around = [model for model in models if model == "" or path.startswith(f"{model}.")]
+        return len(around) == 1  # two: a layer of the teacher; none: of an encoder
 
     return is_planned
 
@@ -189,7 +206,7 @@ def _warn_of_other_layers(model: Sequence[torch.nn.Module]) -> None:
         is_planned = _planned_paths(chunk)
         for path, _, _, layer in _outermost_layers(chunk):
             if not is_planned(path) and any(_kind(module) for module in layer.modules()):
-                parent = path.rpartition(".")[0]
+                parent, _, _ = path.rpartition(".")  # `vision.layers` of `vision.layers.3`
                 left[parent] = left.get(parent, 0) + 1
     if left:
         named = ", ".join(f"{parent} ({count} layers)" for parent, count in left.items())
@@ -202,17 +219,29 @@ def _kind(module: torch.nn.Module) -> LinearKind | None:
     """Return how a linear is sharded; None for what is no linear."""
     if isinstance(module, ColumnParallelLinear):
         return "column"
-    return "row" if isinstance(module, RowParallelLinear) else te_kind(module)
+    if isinstance(module, RowParallelLinear):
+        return "row"
+    return te_kind(module)
 
 
 def _placements(
-    module: Any, kind: LinearKind, name: str, layer_number: int, block: str, topology: Topology
+    module: Any, kind: LinearKind, topology: Topology, *, name: str, layer_number: int, block: str
 ) -> list[Placement]:
+    """Return where the weights of a linear are.
+
+    Args:
+        module: the linear.
+        kind: how it is sharded.
+        topology: this rank's place.
+        name: the linear's name within its layer.
+        layer_number: Megatron's global number of the layer, 1-based.
+        block: the module that holds the layers.
+    """
     config = module.config
     weights = weights_of(module)
     experts: list[int | None] = [None]
     expert_match = _EXPERT.search(f".{name}.")
-    if expert_match is not None:
+    if expert_match is not None:  # a module of its own; its name is that of all experts
         experts = [first_local_expert(config) + int(expert_match["expert"])]
         name = _EXPERT.sub(".", f".{name}.").strip(".")
     elif is_grouped(module):

@@ -29,23 +29,17 @@ logger = logging.getLogger(__name__)
 
 
 class SimulatedLinear(ABC):
-    """A linear whose GEMMs are simulated: its placement, its option and its override.
+    """A `PlannedLinear` whose GEMMs are simulated: its placement, its option and its override.
 
     Attributes:
-        backend: what runs it.
-        module: Megatron's.
-        name: the linear's layout-independent name.
-        placements: one per weight.
-        weights: [N, K] of this shard, in the same order, as between iterations: FSDP gives the
-            module others while it runs.
-        option: formats of its GEMMs; assign between iterations only, on all ranks alike.
-        pinned: why it can run nothing else than the job's option, or None.
+        weights: the parameters between iterations: FSDP gives the module others while it runs.
     """
 
     backend: Backend = "simulate"
     _method: ClassVar[str]
-    """What is overridden, by `_forward`."""
+    """The module's method that `_forward` overrides."""
     _bf16_recipe: ClassVar[str]
+    """Label of what runs a GEMM in BF16."""
 
     def __init__(self, module: Any, placements: Sequence[Placement], runtime: Runtime) -> None:
         """Prepare; nothing is overridden yet."""
@@ -73,7 +67,9 @@ class SimulatedLinear(ABC):
     @property
     def recipe(self) -> str:
         """Label of what runs the GEMMs; per GEMM where they differ."""
-        labels = [self._bf16_recipe if f == "bf16" else "simulated" for f in self.option.formats]
+        labels = [
+            self._bf16_recipe if name == "bf16" else "simulated" for name in self.option.formats
+        ]
         return labels[0] if len(set(labels)) == 1 else "-".join(labels)
 
     def refusal(self, option: Option) -> str | None:
@@ -125,7 +121,7 @@ class SimulatedLinear(ABC):
         return quantized_linear(input, weight, bias, call)
 
 
-class PlannedLinear(SimulatedLinear):
+class SimulatedMegatronLinear(SimulatedLinear):
     """One of Megatron's own linears; it has one weight."""
 
     _method = "_forward_impl"
@@ -158,14 +154,14 @@ class PlannedLinear(SimulatedLinear):
 
     def _quantizable(self, kwargs: dict[str, Any]) -> bool:
         """Return whether `quantized_linear` supports a call; warn once if it does not."""
-        reason = None
         if kwargs.get("grad_output_buffer") is not None:
             reason = "its weight gradient is deferred"
         elif int(kwargs.get("gtp_remat_size") or 1) > 1:
             reason = "its weight is gathered inside the GEMM (gtp_remat_size > 1)"
-        if reason:
-            warn_once(logger, f"{self.name} runs in bf16, not as planned: {reason}")
-        return reason is None
+        else:
+            return True
+        warn_once(logger, f"{self.name} runs in bf16, not as planned: {reason}")
+        return False
 
 
 def _frees_inputs(config: Any) -> bool:
@@ -173,8 +169,11 @@ def _frees_inputs(config: Any) -> bool:
 
     It restores the same tensors before the backward, so these are what a linear must save.
     """
+    for flag in ("cpu_offloading", "fine_grained_activation_offloading"):
+        if getattr(config, flag, False):
+            return True
+    if getattr(config, "recompute_granularity", None) != "selective":
+        return False
     recomputed = set(getattr(config, "recompute_modules", None) or ())
-    recomputed -= {"core_attn", "mlp", "moe", "shared_experts"}  # they keep their outputs
-    selective = getattr(config, "recompute_granularity", None) == "selective"
-    offloading = ("cpu_offloading", "fine_grained_activation_offloading")
-    return bool(selective and recomputed) or any(getattr(config, n, False) for n in offloading)
+    keep_outputs = {"core_attn", "mlp", "moe", "shared_experts"}
+    return bool(recomputed - keep_outputs)

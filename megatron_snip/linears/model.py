@@ -13,7 +13,8 @@ from megatron_snip.config import Backend
 from megatron_snip.errors import UnsupportedError
 from megatron_snip.formats import Format
 from megatron_snip.linears.discovery import find_linears, global_linears
-from megatron_snip.linears.megatron_linear import PlannedLinear, SimulatedLinear
+from megatron_snip.linears.megatron_linear import SimulatedMegatronLinear
+from megatron_snip.linears.planned_linear import PlannedLinear
 from megatron_snip.linears.runtime import Runtime
 from megatron_snip.linears.te.fresh_weights import FreshWeights
 from megatron_snip.linears.te.fused_mlp import FusedMLP, fused_mlps
@@ -41,7 +42,7 @@ class PlannedModel:
         runtime: shared by all linears of this process.
         backend: what runs the linears; te if any of them is Transformer Engine's.
         machine: what decides how Transformer Engine's linears run.
-        linears: this rank's, in model order; a grouped linear once.
+        linears: this rank's linears, in model order; a grouped linear once.
         all_linears: every linear of the model, in the same order on all ranks.
         changes: how often the option of each linear of the model has changed; the same on all
             ranks.
@@ -67,7 +68,7 @@ class PlannedModel:
         self._options: Mapping[str, Option] = {}
         self.backend: Backend = "simulate"
         self.machine: Machine
-        self.linears: list[SimulatedLinear | RecipeTELinear] = []
+        self.linears: list[PlannedLinear] = []
         self._overrides: list[FreshWeights | GatheredWeights | FusedMLP] = []
         self._own_ties: list[list[str]] = []
         reading = partial(self._plan_own_linears, backend)
@@ -101,8 +102,9 @@ class PlannedModel:
             options: by linear name; must hold every linear of this rank, and the same linears
                 on all ranks.
         """
-        before = self._options
-        self.changes.update(n for n, option in options.items() if option != before.get(n))
+        for name, option in options.items():
+            if option != self._options.get(name):
+                self.changes[name] += 1
         self._options = dict(options)
         for linear in self.linears:
             linear.option = options[linear.name]
@@ -115,7 +117,7 @@ class PlannedModel:
 
     def pinned(self) -> dict[str, str]:
         """All ranks: return the linears that stay as the job runs them, and why."""
-        own = {x.name: x.pinned for x in self.linears if x.pinned is not None}
+        own = {each.name: each.pinned for each in self.linears if each.pinned is not None}
         ranks = gather_json(own, self.runtime.topology.control)
         return {name: why for rank in ranks for name, why in rank.items()}
 
@@ -129,8 +131,8 @@ class PlannedModel:
     @property
     def experts_run_as_the_job(self) -> bool:
         """Whether every expert of this rank is untouched."""
-        experts = (x for x in self.linears if x.placements[0].expert is not None)
-        return all(linear.is_untouched for linear in experts)
+        experts = (each for each in self.linears if each.placements[0].expert is not None)
+        return all(expert.is_untouched for expert in experts)
 
     def measured_formats(self, names: Iterable[str]) -> dict[str, Format]:
         """Return how each format is quantized where it runs, without bf16."""
@@ -213,17 +215,17 @@ class PlannedModel:
         fused: list[FusedMLP] = []
         for chunk in self.chunks:
             fused += fused_mlps(chunk, self.linears, self.runtime)
-            inside = _with_fresh_weights(self.linears, set(chunk.modules()))
-            if inside:
-                stored = [linear.stored for linear in inside if linear.stored is not None]
-                self._overrides += [FreshWeights(chunk, inside), GatheredWeights(chunk, stored)]
+            keeping = _keeping_weights(self.linears, set(chunk.modules()))
+            if keeping:
+                stored = [linear.stored for linear in keeping if linear.stored is not None]
+                self._overrides += [FreshWeights(chunk, keeping), GatheredWeights(chunk, stored)]
         self._overrides += fused
         self._own_ties = [list(mlp.names) for mlp in fused]
         return [placement for _, placements in found for placement in placements]
 
     def _planned(
         self, module: torch.nn.Module, placements: Sequence[Placement], backend: Backend
-    ) -> SimulatedLinear | RecipeTELinear:
+    ) -> PlannedLinear:
         """Return a linear under its backend.
 
         Raises:
@@ -239,25 +241,30 @@ class PlannedModel:
                 "Megatron's own; "
                 "use --transformer-impl transformer_engine, or --snip-backend simulate"
             )
-        return PlannedLinear(module, placements, self.runtime)
+        return SimulatedMegatronLinear(module, placements, self.runtime)
 
 
-def _with_fresh_weights(
-    linears: Sequence[SimulatedLinear | RecipeTELinear], modules: Container[torch.nn.Module]
+def _keeping_weights(
+    linears: Sequence[PlannedLinear], modules: Container[torch.nn.Module]
 ) -> list[RecipeTELinear | SimulatedTELinear]:
-    """Return those linears of a chunk that make something of their weights in every step."""
-    return [
-        linear
-        for linear in linears
-        if linear.module in modules
-        and (
-            isinstance(linear, RecipeTELinear)
-            or (isinstance(linear, SimulatedTELinear) and linear.stored is not None)
-        )
-    ]
+    """Return the linears of a chunk that make something of their weights in every step.
+
+    Transformer Engine's recipes quantize weights; a simulated linear copies stored ones.
+    """
+    found: list[RecipeTELinear | SimulatedTELinear] = []
+    for linear in linears:
+        if linear.module not in modules:
+            continue
+        if isinstance(linear, RecipeTELinear) or (
+            isinstance(linear, SimulatedTELinear) and linear.stored is not None
+        ):
+            found.append(linear)
+    return found
 
 
 def _storage(weight: torch.nn.Parameter) -> str:
-    """A parameter that Transformer Engine stores quantized is of a class of its own."""
+    """Return the dtype of a parameter, or the class of one that is stored quantized."""
     kind = type(local(weight.data))
-    return str(weight.dtype).removeprefix("torch.") if kind is torch.Tensor else kind.__name__
+    if kind is torch.Tensor:
+        return str(weight.dtype).removeprefix("torch.")
+    return kind.__name__

@@ -57,7 +57,8 @@ class LinearCall:
         sequence_parallel: X holds this rank's tokens: all-gather it, and reduce-scatter dX.
         allreduce_dgrad: sum dX over `tp_group`.
         fuse_wgrad: add dW into `weight.main_grad` instead of returning it.
-        tp_group: process group of the tensor axis, where one of the above needs it.
+        tp_group: process group of the tensor axis; `sequence_parallel` and `allreduce_dgrad` need
+            it.
         cache: holds the quantized weight; None quantizes it in every GEMM.
         saves_input: save X itself for the backward, not its quantized form.
         defer_wgrad: gets G, X and a function of both that returns dW, and calls it after the
@@ -120,7 +121,8 @@ class _QuantizedLinear(torch.autograd.Function):
         call: LinearCall = ctx.call
         weight, *saved = ctx.saved_tensors
         g = grads[0].reshape(-1, grads[0].shape[-1])
-        x, gathering = saved[0] if saved else None, None
+        x = saved[0] if saved else None
+        gathering = None
         if saved and call.sequence_parallel:  # overlaps with dgrad
             x, gathering = _start_gather(saved[0], call, async_op=True)
         dtype = operand_dtype(g, weight.shape[1])
@@ -161,14 +163,17 @@ def _prepare_input(
     X is quantized once for both GEMMs, before it is gathered. Exceptions: X itself must be saved,
     its quantized form is larger, or the tiles of a shard differ from those of the gathered X.
     """
-    num_shards, num_rows, option = 1, input.shape[:-1].numel(), call.option
+    option = call.option
+    num_rows = input.shape[:-1].numel()
+    num_shards = 1
     if call.sequence_parallel:
         assert call.tp_group is not None
         num_shards = call.tp_group.size()
     dtype = operand_dtype(input, weight.shape[0] * num_shards)
     is_small = dtype.itemsize <= input.dtype.itemsize and not call.saves_input
     before_gather = is_small and (num_shards == 1 or can_quantize_before_gather(option, num_rows))
-    x, saved = input, [input] if needs_wgrad else []
+    x = input
+    saved = [input] if needs_wgrad else []
     if before_gather:
         gemms = (Gemm.FPROP, Gemm.WGRAD) if needs_wgrad else (Gemm.FPROP,)
         x, *saved = quantize_activation(x, Operand.INPUT, option, dtype, *gemms)
@@ -290,7 +295,8 @@ def activation_gemm(
         dtype: of a quantized GEMM's result; a bf16 GEMM has that of its operands.
         cache: holds the quantized W; fprop and dgrad share it where format and block are equal.
     """
-    name, is_fprop = option[gemm], gemm is Gemm.FPROP
+    name = option[gemm]
+    is_fprop = gemm is Gemm.FPROP
     if name == "bf16":
         return torch.matmul(a, w.t() if is_fprop else w)
     used = operand_dtype(a, w.shape[0 if is_fprop else 1])

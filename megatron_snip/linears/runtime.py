@@ -18,8 +18,9 @@ class Runtime:
     Attributes:
         topology: this rank's place.
         seed: the run's seed.
-        microbatch_tokens: of all ranks that share a microbatch; None if they vary or are unknown.
-        iteration: Megatron's, 1-based.
+        microbatch_tokens: tokens of a microbatch, over all ranks that share it; None if the number
+            varies or is not known.
+        iteration: Megatron's iteration, 1-based.
         in_bf16: whether linears run as Megatron runs them, whatever their option.
         observer: watches every linear's forward and backward, or None.
     """

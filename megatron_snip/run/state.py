@@ -145,8 +145,16 @@ class ControllerState:
 _SCHEMA = TypeAdapter(ControllerState)
 
 PLAN_SETTINGS = (
-    *("formats", "granularity", "efficiency_target", "target_schedule", "heal_from", "policy"),
-    *("pins", "pipeline_balance", "cost", "plan_file"),
+    "formats",
+    "granularity",
+    "efficiency_target",
+    "target_schedule",
+    "heal_from",
+    "policy",
+    "pins",
+    "pipeline_balance",
+    "cost",
+    "plan_file",
 )
 """Settings that a plan depends on."""
 

@@ -37,8 +37,16 @@ Batch = dict[str, torch.Tensor]
 END_OF_DOCUMENT = 256
 VALIDATION_EVERY = 20
 _EXCLUDED = {
-    *("__pycache__", "dist-packages", "site-packages", "ensurepip", "idlelib", "idle_test"),
-    *("lib2to3", "pydoc_data", "test", "tests"),
+    "__pycache__",
+    "dist-packages",
+    "site-packages",
+    "ensurepip",
+    "idlelib",
+    "idle_test",
+    "lib2to3",
+    "pydoc_data",
+    "test",
+    "tests",
 }
 """Folders of installed packages and of test data."""
 

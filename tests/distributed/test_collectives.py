@@ -65,7 +65,7 @@ def refusals() -> dict[str, str]:
         refusing: Any = nullcontext()
         if dist.get_rank() == 1:
             refusal = UnsupportedError("this linear cannot run")
-            refusing = mock.patch.object(planned, "PlannedLinear", side_effect=refusal)
+            refusing = mock.patch.object(planned, "SimulatedMegatronLinear", side_effect=refusal)
         with refusing, pytest.raises(UnsupportedError) as refused:
             trainer.controller({})
         found["linear"] = str(refused.value)

@@ -22,7 +22,7 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
 from megatron_snip.formats import FORMATS
 from megatron_snip.linears.discovery import current_topology
-from megatron_snip.linears.megatron_linear import PlannedLinear
+from megatron_snip.linears.megatron_linear import SimulatedMegatronLinear
 from megatron_snip.linears.runtime import Runtime
 from megatron_snip.options import Option
 from megatron_snip.patches import cpu
@@ -156,7 +156,7 @@ def _errors(case: Case, option: Option, topology: Topology) -> dict[str, float |
     tensors = Tensors.make(case)
     module = _module(case, tensors)
     runtime = Runtime(topology, SEED)
-    linear = PlannedLinear(module, [case.placement(topology)], runtime)
+    linear = SimulatedMegatronLinear(module, [case.placement(topology)], runtime)
     linear.option = option
     assert linear.refusal(option) is None
     linear.install()

@@ -45,19 +45,12 @@ _NEEDED = ("te_quant_params", "fp8_initialized", "fp8_meta_tensors_initialized",
 
 
 class RecipeTELinear:
-    """One Transformer Engine linear that runs the plan's recipes; see `SimulatedLinear`.
+    """A `PlannedLinear` of Transformer Engine that runs the plan's recipes.
 
     While its option is what the job itself runs, the module is left untouched.
 
     Attributes:
-        module: Megatron's.
-        name: the linear's layout-independent name.
-        placements: one per weight.
-        weights: [N, K] of this shard, in the same order.
-        job_option: the option that stands for what the job itself runs.
-        is_untouched: whether the module runs as the job runs it.
         planned_params: Megatron's TEQuantizationParams of the option.
-        pinned: why it can run nothing else, or None.
         stored: its weights where the job stores them quantized, or None.
     """
 
@@ -183,7 +176,8 @@ class RecipeTELinear:
             self.module.register_forward_pre_hook(self._before_forward, with_kwargs=True),
             tap,
         ]
-        if (stored := self.stored) is not None:
+        stored = self.stored
+        if stored is not None:
             restore = self.module.register_forward_hook(
                 lambda *_: stored.restore(), always_call=True
             )

@@ -47,7 +47,7 @@ class Machine:
 
     Attributes:
         capability: (major, minor) of the GPU, or None without one.
-        te_version: of Transformer Engine, or None where it cannot be imported.
+        te_version: version of Transformer Engine, or None where it cannot be imported.
         te_unavailable: recipes that Transformer Engine cannot run here -> its reason; `custom` is
             the one that gives every GEMM its own quantizers, `custom experts` the same in grouped
             linears.
@@ -115,10 +115,14 @@ def _backward_override() -> str:
 def _unavailable_recipes(manager: Any) -> dict[str, str]:
     """Return the recipes that the installed Transformer Engine cannot run here, and why."""
     found = {}
-    missing = False, "this Transformer Engine does not have the recipe"
-    for name, check in ((name, recipe.check) for name, recipe in RECIPES.items() if recipe.check):
-        available, reason = getattr(manager, check)() if hasattr(manager, check) else missing
-        if not available:
+    for name, recipe in RECIPES.items():
+        if not recipe.check:
+            continue
+        if not hasattr(manager, recipe.check):
+            found[name] = "this Transformer Engine does not have the recipe"
+            continue
+        is_available, reason = getattr(manager, recipe.check)()
+        if not is_available:
             found[name] = str(reason)
     try:
         for module, name in _PER_GEMM:
@@ -145,11 +149,12 @@ def te_support(name: str, machine: Machine) -> tuple[str, str]:
     recipes = {key: recipe for key, recipe in RECIPES.items() if name in recipe.formats}
     if not recipes:
         return "", f"Transformer Engine has no recipe for {name}"
-    runnable = [key for key, recipe in recipes.items() if machine.runs_on(recipe.gpus)]
-    found = runnable[0] if runnable else ""  # the best comes first
     is_own = machine.capability is not None and machine.run_recipe in recipes
     if is_own:
         found = machine.run_recipe
+    else:
+        runnable = [key for key, recipe in recipes.items() if machine.runs_on(recipe.gpus)]
+        found = runnable[0] if runnable else ""  # the best comes first
     if not found:
         widest = max(recipes.values(), key=lambda recipe: len(recipe.gpus))
         gpus = " or ".join(widest.gpus)  # those of the format's other recipes are among them

@@ -49,8 +49,11 @@ _KINDS: dict[str, LinearKind | None] = {
 
 TOKENS_KNOWN = frozenset(
     {
-        *("linear_q_down_proj", "linear_kv_down_proj", "linear_qkv_down_proj"),
-        *("fc1_latent_proj", "fc2_latent_proj"),
+        "linear_q_down_proj",
+        "linear_kv_down_proj",
+        "linear_qkv_down_proj",
+        "fc1_latent_proj",
+        "fc2_latent_proj",
     }
 )
 """Replicated modules that Megatron (0.16 to 0.19) gives a rank's own part of the tokens under
@@ -251,5 +254,8 @@ def _class_of(module: torch.nn.Module) -> str:
     extension: Any = sys.modules.get(EXTENSION)
     if not getattr(extension, "HAVE_TE", False):
         return ""
-    wrappers = {name: getattr(extension, name, None) or () for name in _KINDS}
-    return next((name for name, cls in wrappers.items() if isinstance(module, cls)), "")
+    for name in _KINDS:
+        wrapper = getattr(extension, name, None)  # a release may lack it
+        if wrapper is not None and isinstance(module, wrapper):
+            return name
+    return ""

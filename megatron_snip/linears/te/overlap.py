@@ -18,8 +18,12 @@ from megatron_snip.linears.te.recipe_table import RECIPES
 
 _BASE = "transformer_engine.pytorch.module.base"
 _FLAGS = (
-    *("ub_overlap_ag_fprop", "ub_overlap_ag_dgrad", "ub_overlap_rs_fprop", "ub_overlap_rs_dgrad"),
-    *("ub_bulk_dgrad", "ub_bulk_wgrad"),
+    "ub_overlap_ag_fprop",
+    "ub_overlap_ag_dgrad",
+    "ub_overlap_rs_fprop",
+    "ub_overlap_rs_dgrad",
+    "ub_bulk_dgrad",
+    "ub_bulk_wgrad",
 )
 """Attributes of a module, read in every forward: where a GEMM runs while ranks communicate."""
 

@@ -132,12 +132,13 @@ def export_configs(
                 f"{stage}, so no precision file can distinguish them; train without interleaving, "
                 "or with SNIP itself (--snip-plan-file PLAN --snip-collect-only)"
             )
-    merged: dict[str, tuple[str, Option]] = {}
+    shared: dict[str, tuple[str, Option]] = {}
     for table in tables:
         for local, (name, option) in table.items():
-            if recipes[merged.setdefault(local, (name, option))[1]] != recipes[option]:
-                return [_config(each, recipes, stores_weights) for each in tables]
-    return [_config(merged, recipes, stores_weights)]
+            _, taken = shared.setdefault(local, (name, option))
+            if recipes[taken] != recipes[option]:  # each stage needs a file of its own
+                return [_config(table, recipes, stores_weights) for table in tables]
+    return [_config(shared, recipes, stores_weights)]
 
 
 def _config(
@@ -145,6 +146,7 @@ def _config(
     recipes: Mapping[Option, TERecipe],
     stores_weights: bool,
 ) -> dict[str, Any]:
+    """Return one file as plain types; `table` is {local name: (global name, option)}."""
     matchers = {}
     for local, (name, option) in table.items():
         for pattern in dict.fromkeys((local, _sequential(local))):
@@ -286,19 +288,23 @@ class PrecisionFile:
 
     def has_evaluation_recipes(self) -> bool:
         """Return whether there are evaluation recipes, which no plan can hold."""
-        each = (config for config in self.configs.values() if isinstance(config, dict))
-        return any(
-            one.get("evaluation_recipe", one.get(_TRAINING)) != one.get(_TRAINING) for one in each
-        )
+        for config in self.configs.values():
+            if not isinstance(config, dict):
+                continue
+            training = config.get(_TRAINING)
+            if config.get("evaluation_recipe", training) != training:
+                return True
+        return False
 
     def stores_weights(self) -> bool:
         """Return whether a recipe says that a weight is stored in FP8 or FP4."""
-        each = (config for config in self.configs.values() if isinstance(config, dict))
-        recipes = (one.get(_TRAINING) for one in each)
-        return any(
-            isinstance(one, dict) and (one.get("fp8_param") or one.get("fp4_param"))
-            for one in recipes
-        )
+        for config in self.configs.values():
+            recipe = config.get(_TRAINING) if isinstance(config, dict) else None
+            if not isinstance(recipe, dict):
+                continue
+            if recipe.get("fp8_param") or recipe.get("fp4_param"):
+                return True
+        return False
 
 
 def stage_paths(path: Path, count: int) -> list[Path]:

@@ -25,8 +25,13 @@ from megatron_snip.linears.te.recipe import TERecipe
 from megatron_snip.quantizers.stored import high_precision, is_quantized
 
 _CARRIED = (
-    *("main_grad", "grad_added_to_main_grad", "zero_out_wgrad", "overwrite_main_grad"),
-    *("__fsdp_param__", "get_main_grad"),
+    "main_grad",
+    "grad_added_to_main_grad",
+    "zero_out_wgrad",
+    "overwrite_main_grad",
+    # Megatron-FSDP's
+    "__fsdp_param__",
+    "get_main_grad",
 )
 """Attributes of a parameter that a fused weight gradient reads."""
 
@@ -137,7 +142,8 @@ class _Copy(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, weight: Tensor, value: Tensor, fuses_wgrad: bool) -> Tensor:
-        ctx.weight, ctx.fuses_wgrad = weight, fuses_wgrad
+        ctx.weight = weight
+        ctx.fuses_wgrad = fuses_wgrad
         return value.detach()
 
     @staticmethod

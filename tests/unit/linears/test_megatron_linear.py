@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megatron_snip.linears import quantized_linear as gemms
-from megatron_snip.linears.megatron_linear import PlannedLinear
+from megatron_snip.linears.megatron_linear import SimulatedMegatronLinear
 from megatron_snip.linears.runtime import Runtime
 from megatron_snip.log import forget_warnings
 from megatron_snip.options import Option
@@ -36,11 +36,11 @@ class Linear(torch.nn.Module):
         return self._forward_impl(input=x, weight=self.weight, bias=None, **kwargs)
 
 
-def planned(config: Any = None) -> tuple[Linear, PlannedLinear, Runtime]:
+def planned(config: Any = None) -> tuple[Linear, SimulatedMegatronLinear, Runtime]:
     torch.manual_seed(0)
     module, runtime = Linear(), Runtime(Topology(), seed=0)
     module.config = config
-    linear = PlannedLinear(module, [PLACEMENT], runtime)
+    linear = SimulatedMegatronLinear(module, [PLACEMENT], runtime)
     linear.option = FP4
     linear.install()
     return module, linear, runtime
