@@ -110,6 +110,7 @@ _SCALES = (
     ScaleType.TENSOR,
     ScaleType.DELAYED,
 )
+"""`TileSpec.scale` is the place here; `kernels/quantize.py` has names for them."""
 
 
 class TileSpec(NamedTuple):
@@ -121,7 +122,7 @@ class TileSpec(NamedTuple):
         min_power_bits: FP32 bits of the smallest normal power of two.
         anchor: 1.5 * 2^(23 - mantissa bits), which rounds to nearest.
         noise: 2^(-32 - mantissa bits), which scales a random number of 32 bits to one step.
-        scale: 0 FP32, 1 E8M0, 2 E4M3, 3 E4M3_TE, 4 TENSOR, 5 DELAYED.
+        scale: The place of the type of scale in `_SCALES`.
         tile_rows: Number of rows of a tile.
         tile_cols: Number of columns of a tile.
         mode: See `PhiloxArguments`.
@@ -189,9 +190,17 @@ def quantize_dequantize(
 ) -> list[Tensor]:
     """Return x dequantized in each of one or two directions, from one read of x.
 
-    Results are [rows, cols] contiguous of `dtype` (BF16 or FP32). Of two directions the first has
-    tiles along the row and the second along the column; their random numbers share key and columns.
-    `tensor_amax` is an FP32 scalar, needed where a scale is the tensor's.
+    Args:
+        x: [rows, cols], BF16 or FP32, any strides.
+        directions: Format, tile and random numbers of each. Of two directions the first has tiles
+            along the row and the second along the column; their random numbers share key and
+            columns.
+        dtype: The dtype of the results, BF16 or FP32.
+        tensor_amax: FP32 scalar, needed where a scale is the tensor's.
+        config: The block of a program; None takes the standard one.
+
+    Returns:
+        [rows, cols], contiguous, for each direction.
     """
     from megatron_snip.kernels.quantize import quantize_kernel
 

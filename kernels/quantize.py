@@ -26,6 +26,12 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+# `TileSpec.scale`: the place of the type of scale in `launch._SCALES`. Those from _E4M3 on need a
+# number of the entire tensor, those from _TENSOR on have one scale for it.
+_E8M0 = tl.constexpr(1)
+_E4M3 = tl.constexpr(2)
+_E4M3_TE = tl.constexpr(3)
+_TENSOR = tl.constexpr(4)
 _EXPONENT = tl.constexpr(0x7F800000)
 _INF = tl.constexpr(float("inf"))
 _STORED_MIN = tl.constexpr(2.0**-6)
@@ -79,7 +85,7 @@ def divide_by(x, largest: tl.constexpr):
 def tile_scales(amax, tensor_amax, SPEC: tl.constexpr):
     """Return (encode, decode) of tiles with largest magnitude `amax`; NaN for NaN and Inf."""
     amax = tl.where(amax < _INF, amax, float("nan"))
-    if SPEC.scale == 2:
+    if SPEC.scale == _E4M3:
         top = tl.where(tensor_amax < _INF, tl.maximum(tensor_amax, SPEC.least_amax), float("nan"))
         tensor = tl.div_rn(top, _STORED_MAX * SPEC.largest)
         ratio = tl.div_rn(divide_by(amax, SPEC.largest), tensor)
@@ -87,7 +93,7 @@ def tile_scales(amax, tensor_amax, SPEC: tl.constexpr):
         stored = round_nearest(ratio, power_of(ratio, _STORED_MIN_BITS), _STORED_ANCHOR)
         encode = tl.div_rn(tl.div_rn(1.0, tensor), stored)
         decode = stored * tensor
-    elif SPEC.scale == 3:
+    elif SPEC.scale == _E4M3_TE:
         top = tl.where(tensor_amax < _INF, tl.maximum(tensor_amax, SPEC.least_amax), float("nan"))
         tensor = tl.div_rn(_STORED_MAX * SPEC.largest, top)
         ratio = amax * (tensor * (1.0 / SPEC.largest))
@@ -99,7 +105,7 @@ def tile_scales(amax, tensor_amax, SPEC: tl.constexpr):
     else:
         floored = tl.where(amax < SPEC.least_amax, SPEC.least_amax, amax)
         decode = divide_by(floored, SPEC.largest)
-        if SPEC.scale == 1:
+        if SPEC.scale == _E8M0:
             up = ((decode.to(tl.int32, bitcast=True) + 0x007FFFFF) & _EXPONENT).to(tl.int32)
             finite = floored < _INF
             decode = tl.where(finite, up.to(tl.float32, bitcast=True), float("nan"))
@@ -114,7 +120,7 @@ def tile_scales(amax, tensor_amax, SPEC: tl.constexpr):
 def tensor_scales(number, R: tl.constexpr, C: tl.constexpr, SPEC: tl.constexpr):
     """Return (encode, decode), one for each tile, from the tensor's magnitude or its scale."""
     encode = number
-    if SPEC.scale == 4:
+    if SPEC.scale == _TENSOR:
         top = tl.where(number < _INF, tl.maximum(number, SPEC.least_amax), float("nan"))
         encode = tl.div_rn(SPEC.largest, top)
     shape: tl.constexpr = (R // SPEC.tile_rows, C // SPEC.tile_cols)
@@ -215,15 +221,15 @@ def _quantize_block(x, amax_ptr, key, layout, out_ptr, at, SPEC: tl.constexpr, C
     C: tl.constexpr = x.shape[1]
     if SPEC.mode != 0:
         bits16 = random_bits16(key, at, layout, R, C, SPEC)
-    if SPEC.scale >= 4:
+    if SPEC.scale >= _TENSOR:
         encode, decode = tensor_scales(tl.load(amax_ptr), R, C, SPEC)
     else:
         tensor_amax = 0.0
-        if SPEC.scale >= 2:
+        if SPEC.scale >= _E4M3:
             tensor_amax = tl.load(amax_ptr)
         encode, decode = tile_scales(tile_amax(x, SPEC), tensor_amax, SPEC)
     y = x * expand_tiles(encode, R, C, SPEC)
-    if SPEC.scale >= 2:
+    if SPEC.scale >= _E4M3:
         y = tl.clamp(y, -SPEC.largest, SPEC.largest, propagate_nan=tl.PropagateNan.ALL)
     power = power_of(y, SPEC.min_power_bits)
     if SPEC.mode != 0:

@@ -130,12 +130,13 @@ def on_rank_0(what: str, action: Callable[[], Any], group: ProcessGroup | None) 
             json.dumps(found, allow_nan=False)  # what cannot be sent is an error here
             return found
         except UsageError as error:
-            return {"usage": [error.message, error.field]}
+            return {"message": error.message, "field": error.field}
 
     is_first = group is None or dist.get_rank(group) == 0
-    found = broadcast_json(attempt(what, outcome if is_first else dict, group), group)
-    if "usage" in found:
-        raise UsageError(*found["usage"])
+    own = attempt(what, outcome if is_first else dict, group)  # dict() is {}
+    found = broadcast_json(own, group)
+    if "message" in found:
+        raise UsageError(found["message"], found["field"])
     return found["result"]
 
 

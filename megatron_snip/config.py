@@ -248,22 +248,23 @@ class SnipConfig(ScheduleFields, MeasureFields, PlanFields, GuardFields, ReportF
                 f"'{self.calibration}' holds seconds, which only --snip-cost time counts; add that",
                 field="calibration",
             )
-        raises_gemms = self.granularity == "gemm" and self.pipeline_balance != "stage"
-        if self.heal_order != "plan" and not raises_gemms:
+        has_order = self.granularity == "gemm" and self.pipeline_balance != "stage"
+        if self.heal_order != "plan" and not has_order:
             needed = "granularity gemm and a pipeline_balance other than stage"
             text = f"'{self.heal_order}' raises single GEMMs; it needs {needed}"
             raise UsageError(text, field="heal_order")
-        window = self.num_measuring
-        if window > self.interval:
+        if self.num_measuring > self.interval:
             raise UsageError(
-                f"{self.measure_fraction} takes {window} iterations to measure all linears, "
-                f"and interval is {self.interval}; raise one of them",
+                f"{self.measure_fraction} takes {self.num_measuring} iterations to measure all "
+                f"linears, and interval is {self.interval}; raise one of them",
                 field="measure_fraction",
             )
-        if self.lag + window > self.interval and not self.collect_only:
+        # A plan is applied before the next refresh begins.
+        if self.lag + self.num_measuring > self.interval and not self.collect_only:
             raise UsageError(
                 f"got {self.lag}, must be smaller than interval ({self.interval}) less the "
-                f"{window - 1} further iterations that measure; lower it, or raise interval",
+                f"{self.num_measuring - 1} further iterations that measure; lower it, or raise "
+                "interval",
                 field="lag",
             )
         return self
@@ -286,7 +287,7 @@ class SnipConfig(ScheduleFields, MeasureFields, PlanFields, GuardFields, ReportF
     @property
     def num_measuring(self) -> int:
         """Iterations that one refresh observes."""
-        return math.ceil(1 / self.measure_fraction - 1e-9)
+        return math.ceil(1 / self.measure_fraction - 1e-9)  # 1 / 0.1 may be above 10
 
     @property
     @naming_field("formats")
@@ -389,9 +390,10 @@ class SnipConfig(ScheduleFields, MeasureFields, PlanFields, GuardFields, ReportF
             return TargetSchedule(points)
         if train_iters is None:
             raise UsageError("the number of iterations is not known", field="heal_from")
-        begin = math.ceil(self.heal_from)
         if self.heal_from <= 1:  # a fraction; 0.55 * 100 is 55.00000000000001
             begin = math.ceil(round(self.heal_from * train_iters, 6))
+        else:
+            begin = math.ceil(self.heal_from)
         end = points[-1].iteration
         if not end < begin < train_iters:
             limits = f"{end} (end of target_schedule) and {train_iters} (of the run)"
@@ -407,18 +409,19 @@ class SnipConfig(ScheduleFields, MeasureFields, PlanFields, GuardFields, ReportF
     def alerts(self) -> tuple[Alert, ...]:
         """`alert`, parsed; the texts are in one form: `underflow > .30` becomes `underflow>0.3`."""
         found: dict[str, Alert] = {}
-        known = get_args(HealthMeasure)
+        measures = get_args(HealthMeasure)
         for given in self.alert:
             match = _ALERT.fullmatch(given)
             if match is None:
-                name = re.split(r"\W", given)[0]
-                hint = did_you_mean(name, known) if name and name not in known else ""
-                kinds = ", ".join(known)
+                first_word = re.split(r"\W", given)[0]
+                is_misspelled = first_word != "" and first_word not in measures
+                hint = did_you_mean(first_word, measures) if is_misspelled else ""
                 raise UsageError(
-                    f"'{given}' is not MEASURE>X or MEASURE<X{hint}; measures: {kinds}"
+                    f"'{given}' is not MEASURE>X or MEASURE<X{hint}; "
+                    f"measures: {', '.join(measures)}"
                 )
             measure, sign, number = match.groups()
-            limit = float(number) + 0.0  # no -0
+            limit = float(number) + 0.0  # -0.0 + 0.0 is 0.0
             text = f"{measure}{sign}{str(limit).removesuffix('.0')}"
             direction = 1.0 if sign == ">" else -1.0
             found[text] = Alert(text, cast(HealthMeasure, measure), direction, limit)

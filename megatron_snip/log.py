@@ -11,7 +11,7 @@ import os
 from megatron_snip.errors import SnipError, known_failure, one_line
 
 _current: dict[str, int] = {}
-"""`iteration`, as `set_iteration` was told last."""
+"""The value of the last `set_iteration`, under `iteration`; empty before it."""
 
 
 @functools.cache
@@ -34,8 +34,8 @@ def set_iteration(iteration: int) -> None:
 def log_failure(logger: logging.Logger, what: str, error: Exception) -> str:
     """Log an exception that ends here, with traceback, rank and iteration; return it as one line.
 
-    The same failure is logged once in a process. A `SnipError` says all there is to say in its line
-    and is not logged. Nor has a full disk a traceback: it is no fault of the code.
+    The same failure is logged once in a process. A `SnipError` is not logged: its line is complete.
+    A full disk is logged without a traceback, because the code is not at fault.
 
     Args:
         logger: the logger of the module that stops the exception.

@@ -129,6 +129,4 @@ def enumerate_options(entries: tuple[str, ...], granularity: Granularity) -> tup
         options = dict.fromkeys(Option.parse(entry) for entry in entries)
         return tuple(sorted(options, key=lambda option: -option.bits))
     ordered = sorted(formats_in(entries), key=lambda name: -get_format(name).bits)
-    return tuple(
-        Option(fprop, dgrad, wgrad) for fprop, dgrad, wgrad in itertools.product(ordered, repeat=3)
-    )
+    return tuple(Option(*formats) for formats in itertools.product(ordered, repeat=3))

@@ -53,9 +53,8 @@ class TargetSchedule:
             return before.target
         after = self.points[num_reached]
         rise = after.target - before.target
-        num_steps = max(
-            1, math.ceil(abs(rise) / RAMP_STEP - 1e-9)
-        )  # (0.75 - 0.6) / 0.05 is above 3
+        num_steps = math.ceil(abs(rise) / RAMP_STEP - 1e-9)  # (0.75 - 0.6) / 0.05 is above 3
+        num_steps = max(1, num_steps)
         part = (iteration - before.iteration) / (after.iteration - before.iteration)
         return round(before.target + rise * round(part * num_steps) / num_steps, 9)
 

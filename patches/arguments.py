@@ -216,7 +216,10 @@ def _bf16_layers(args: argparse.Namespace) -> tuple[str, ...]:
     """Return pins for Megatron's `--first-last-layers-bf16`."""
     if not getattr(args, "first_last_layers_bf16", False):
         return ()
-    layers = range(int(args.num_layers))
-    first, last = args.num_layers_at_start_in_bf16, args.num_layers_at_end_in_bf16
-    edges = sorted({*layers[: int(first)], *layers[max(len(layers) - int(last), 0) :]})
+    num_layers = int(args.num_layers)
+    num_first = int(args.num_layers_at_start_in_bf16)
+    num_last = int(args.num_layers_at_end_in_bf16)
+    edges = [
+        layer for layer in range(num_layers) if layer < num_first or layer >= num_layers - num_last
+    ]
     return tuple(f"decoder.layers.{layer}.*=bf16" for layer in edges)

@@ -42,13 +42,13 @@ def attach(
     """All ranks: attach a controller to the model that Megatron has built (and loaded).
 
     Args:
-        session: receives it.
+        session: receives the controller.
         config: the settings.
         args: Megatron's settings, by the names that Megatron-LM's parser gives them.
         model: Megatron's model chunks.
         optimizer: Megatron's optimizer.
-        loggers: of the training loop; called on the last rank.
-        packages: that the loop is in, for the log.
+        loggers: returns the loggers of the training loop; called on the last rank.
+        packages: packages that the loop is in, for the log.
 
     Raises:
         SnipError: on every rank, if the settings or the checkpoint's state do not fit the model.
@@ -68,7 +68,8 @@ def attach(
     state, warning = resumed_state(session.loaded_state, num_done)
     if warning is not None and topology.rank == 0:
         logger.warning("snip: %s", warning)
-    varying = getattr(args, "variable_seq_lengths", False)
+    has_one_length = not getattr(args, "variable_seq_lengths", False)
+    microbatch_tokens = int(args.micro_batch_size) * int(args.seq_length)
     session.controller = SnipController(
         config,
         model,
@@ -77,7 +78,7 @@ def attach(
         writers=make_writers(config, args, topology, loggers),
         state=state,
         topology=topology,
-        microbatch_tokens=None if varying else int(args.micro_batch_size) * int(args.seq_length),
+        microbatch_tokens=microbatch_tokens if has_one_length else None,
         calibration_cache=_directory(config, args) / "calibration.json",
         train_iters=getattr(args, "train_iters", None),
         num_done=num_done,

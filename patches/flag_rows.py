@@ -19,7 +19,7 @@ class FlagRow:
     """One setting, or a combination of settings.
 
     Attributes:
-        flag: as users write it.
+        flag: the setting, as users write it.
         is_on: whether Megatron's namespace has it; a missing attribute is off.
         plans: what a run with plans does under it.
         text: how, or why not; a clause that follows `flag: `.
@@ -42,19 +42,18 @@ class FlagRow:
             return None
         if collect_only and self.collects != "refuses":
             return None
-        advice = self.remedy if collect_only else f"{self.remedy}{self._or_measure}"
+        advice = self.remedy
+        if self.collects != "refuses":
+            advice += ", or add --snip-collect-only"
         return f"--snip cannot run with {self.flag}: {self.text}; {advice}"
-
-    @property
-    def _or_measure(self) -> str:
-        return "" if self.collects == "refuses" else ", or add --snip-collect-only"
 
 
 def given(*names: str) -> Callable[[Namespace], bool]:
     """Return a condition: any of these attributes is set to something other than `none`."""
 
     def is_on(args: Namespace) -> bool:
-        values = (getattr(args, name, None) for name in names)
+        values = [getattr(args, name, None) for name in names]
+        # By identity: 0 is a value that is given.
         return any(v is not None and v is not False and v != "none" for v in values)
 
     return is_on

@@ -145,17 +145,19 @@ class Graphs:
             helpers: each `TECudaGraphHelper` with the arguments that it was made from.
         """
         for helper, arguments in helpers.items():
-            if num_changed := self._num_changed(helper):
-                self._log(
-                    f"capturing layers again: {num_changed} captured linears have a new option "
-                    "(--snip-change-penalty makes such changes rarer)"
-                )
-                helper.delete_cuda_graphs()
-                helper.__init__(**arguments)  # a capture changes the counts that it starts from
-                with _without_gather_hooks(helper.model) as had_hooks:
-                    helper.create_cudagraphs()
-                if had_hooks:
-                    helper.cuda_graph_set_manual_hooks()
+            num_changed = self._num_changed(helper)
+            if num_changed == 0:
+                continue
+            self._log(
+                f"capturing layers again: {num_changed} captured linears have a new option "
+                "(--snip-change-penalty makes such changes rarer)"
+            )
+            helper.delete_cuda_graphs()
+            helper.__init__(**arguments)  # a capture changes the counts that it starts from
+            with _without_gather_hooks(helper.model) as had_hooks:
+                helper.create_cudagraphs()
+            if had_hooks:
+                helper.cuda_graph_set_manual_hooks()
 
     def run_step(self, schedule: Callable[..., Any], **kwargs: Any) -> Any:
         """All ranks: run Megatron's schedule, without the layers' graphs where it must be eager."""

@@ -18,9 +18,8 @@ from megatron_snip.patches.flag_rows import FlagRow, given
 
 def _scaled_moments(args: Namespace) -> bool:
     scaled = ("fp16", "fp8", torch.float16, torch.uint8)
-    return any(
-        getattr(args, name, None) in scaled for name in ("exp_avg_dtype", "exp_avg_sq_dtype")
-    )
+    names = ("exp_avg_dtype", "exp_avg_sq_dtype")
+    return any(getattr(args, name, None) in scaled for name in names)
 
 
 def _te_is_missing(args: Namespace) -> bool:
@@ -33,6 +32,9 @@ def _shards_weights(args: Namespace) -> bool:
     return any(int(getattr(args, name, None) or 1) > 1 for name in names)
 
 
+# Where a flag reaches the linears, they refuse it as well: a loop of one's own has no flags to
+# check. `weights_of` in linears/te/modules.py refuses one tensor of all experts' weights, and
+# `_quantizable` in linears/megatron_linear.py runs in BF16 what is gathered inside the GEMM.
 INCOMPATIBLE_FLAGS: tuple[FlagRow, ...] = (
     FlagRow(
         "--transformer-impl transformer_engine (Megatron's default)",
@@ -133,7 +135,8 @@ def check_flags(args: Namespace, collect_only: bool) -> tuple[FlagRow, ...]:
             and the remedy.
     """
     active = tuple(row for row in (*INCOMPATIBLE_FLAGS, *FAST_FLAGS) if row.is_on(args))
-    refusals = [line for row in active if (line := row.refusal(collect_only))]
+    lines = [row.refusal(collect_only) for row in active]
+    refusals = [line for line in lines if line is not None]
     if refusals:
         raise UnsupportedError(*refusals)
     return active

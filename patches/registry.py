@@ -41,9 +41,9 @@ class Package:
     """A package of Megatron's that is patched.
 
     Attributes:
-        name: as pip knows it.
-        module: that holds its `package_info`.
-        tested: releases that were tested with SNIP.
+        name: the package's name, as pip knows it.
+        module: the module that holds its `package_info`.
+        tested: the releases that were tested with SNIP.
     """
 
     name: str
@@ -132,7 +132,7 @@ class Call:
     """One call of a patched function.
 
     Attributes:
-        arguments: those that were passed, by name; changes reach the original.
+        arguments: the arguments that were passed, by name; changes reach the original.
     """
 
     def __init__(self, patch: Patch, function: Callable[..., Any], args: Any, kwargs: Any) -> None:
@@ -149,10 +149,10 @@ class Call:
             UnsupportedError: if it returns fewer items than the handler reads.
         """
         result = self._function(*self._bound.args, **self._bound.kwargs)
-        found = len(result) if isinstance(result, tuple) else 0
-        if found < self._patch.returns:
-            kind = found or type(result).__name__
-            what = f"that returns {kind}, not {self._patch.returns} items or more"
+        num_items = len(result) if isinstance(result, tuple) else 0
+        if num_items < self._patch.returns:
+            got = num_items or type(result).__name__
+            what = f"that returns {got}, not {self._patch.returns} items or more"
             raise self._patch.unsupported(f"has {self._patch.target} {what}")
         return result
 
@@ -165,8 +165,8 @@ class Patch:
     """One function of Megatron's that SNIP needs.
 
     Attributes:
-        module: that holds it, e.g. `megatron.training.training`.
-        attribute: its name there; `Class.method` for a method.
+        module: the module that holds the function, e.g. `megatron.training.training`.
+        attribute: the function's name there; `Class.method` for a method.
         needs: parameters that its signature must have.
         returns: items that its result must have, where the handler reads them; 0 if it does not.
         when: what it is installed for.
@@ -217,9 +217,9 @@ class Patch:
                 )
             raise self.unsupported(f"has no {self.target} ({error})", hint) from None
         parameters = inspect.signature(function).parameters
-        any_keyword = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-        missing = [name for name in self.needs if name not in parameters and not any_keyword]
-        if missing:
+        takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+        missing = [name for name in self.needs if name not in parameters]
+        if missing and not takes_any:
             found = f"{self.target}({', '.join(parameters)})"
             raise self.unsupported(f"has {found} without {', '.join(missing)}")
         return owner, function
@@ -283,7 +283,7 @@ class Registry:
 
     Attributes:
         patches: what may be installed, in order.
-        session: what they share.
+        session: what the patches share.
     """
 
     def __init__(self, patches: Sequence[Patch]) -> None:
@@ -291,6 +291,11 @@ class Registry:
         self.session = Session()
         self._installed: dict[str, Callable[[], None]] = {}
         self._uninstall_actions: list[Callable[[], None]] = []
+
+    @property
+    def installed(self) -> frozenset[str]:
+        """Dotted names of the functions that are replaced now."""
+        return frozenset(self._installed)
 
     def install(self, asked: Collection[Mode], patches: Sequence[Patch] | None = None) -> None:
         """Install the patches that are asked for; those that are installed stay as they are.

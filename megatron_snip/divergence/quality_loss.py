@@ -232,8 +232,11 @@ def fprop_scale(linears: Sequence[LinearStatistics], lowest_format: str) -> floa
     rows = [linear.formats[lowest_format] for linear in linears if lowest_format in linear.formats]
     aligned = finite_sum(row.aligned_fisher for row in rows)
     local = finite_sum(row.local_square for row in rows)
-    count = statistics.median([x.microbatches for x in linears if x.microbatches] or [0.0])
-    return FPROP_RATIO * math.sqrt(count) * local / aligned if aligned > 0 else 0.0
+    if not aligned > 0:
+        return 0.0
+    num_microbatches = [linear.microbatches for linear in linears if linear.microbatches]
+    count = statistics.median(num_microbatches or [0.0])
+    return FPROP_RATIO * math.sqrt(count) * local / aligned
 
 
 def finite_sum(values: Iterable[float]) -> float:
@@ -288,7 +291,7 @@ def norm_bound(linear: LinearStatistics, option: Option) -> float:
             norm[operand] = math.sqrt(getattr(linear, norm_field))
             error[operand] = math.sqrt(getattr(found, error_field))
         a, b = GEMM_OPERANDS[gemm]
-        (c,) = set(Operand) - {a, b}  # the tensor that is no operand of this GEMM
+        (c,) = set(Operand) - {a, b}  # the third tensor is no operand of this GEMM
         total += norm[c] * (norm[a] * error[b] + error[a] * norm[b])
     return total
 
@@ -301,7 +304,9 @@ def _or_nan(
         return math.nan
     try:
         return compute(linear, option)
-    except (KeyError, ValueError, OverflowError):  # not measured, or root of a negative
+    # KeyError: a format was not measured. ValueError: the root of a negative sum, which rounding
+    # or a gradient that is not finite can give. All mean that there is no score.
+    except (KeyError, ValueError, OverflowError):
         return math.nan
 
 

@@ -91,8 +91,9 @@ class CalibrationTable(BaseModel):
         Raises:
             UsageError: if no entry matches the linear or a format was not measured.
         """
-        entry = next((e for e in self.linears if glob_matches(linear, e.names)), None)
-        if entry is None or not entry.seconds.keys() >= set(option.formats):
+        matching = (each for each in self.linears if glob_matches(linear, each.names))
+        entry = next(matching, None)
+        if entry is None or not set(option.formats) <= entry.seconds.keys():
             raise UsageError(
                 f"the calibration table has no seconds for '{option}' of '{linear}'; measure them "
                 "with megatron-snip calibrate"

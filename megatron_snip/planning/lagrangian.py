@@ -191,6 +191,18 @@ class _Point(NamedTuple):
     above: Ints
 
 
+class _Sums(NamedTuple):
+    """What an assignment costs and gains.
+
+    Attributes:
+        cost: Cost of each stage, [p].
+        gain: Gain of each stage, [p].
+    """
+
+    cost: Floats
+    gain: Floats
+
+
 class _Stages(NamedTuple):
     """Every stage at the price that meets its own floor.
 
@@ -251,53 +263,56 @@ def _extremes(choices: ChoiceSet) -> tuple[Ints, Ints]:
     return cheap.argmax(axis=1), rich.argmin(axis=1)
 
 
-def _sums(choices: ChoiceSet, columns: Ints) -> list[Floats]:
-    """Return [cost of each stage, gain of each stage]."""
+def _sums(choices: ChoiceSet, columns: Ints) -> _Sums:
+    """Return the cost and gain of each stage under an assignment."""
     num_stages = len(choices.stage_floors)
-    return [
-        np.bincount(choices.stage, values[choices.rows, columns], num_stages).astype(np.float64)
-        for values in (choices.cost, choices.gain)
-    ]
+
+    def by_stage(values: Floats) -> Floats:
+        of_linears = values[choices.rows, columns]
+        return np.bincount(choices.stage, of_linears, num_stages).astype(np.float64)
+
+    return _Sums(by_stage(choices.cost), by_stage(choices.gain))
 
 
 def _stage_prices(choices: ChoiceSet) -> _Stages:
     """Return every stage at the price that meets its own floor, found by secants.
 
-    `low` and `high` are [cost, gain] of assignments on either side of the floors. As lines over the
-    price they cross at the next price to try.
+    `low` and `high` are assignments with too little and with enough gain. As lines over the price,
+    cost - price * gain, they cross at the next price to try.
     """
     stage = choices.stage
     floors = choices.stage_floors
     below, above = _extremes(choices)
     low = _sums(choices, below)
     high = _sums(choices, above)
-    met = low[1] >= floors
+    met = low.gain >= floors
     price = np.zeros(len(floors))
-    open_ = ~met & (high[1] > low[1])
+    open_ = ~met & (high.gain > low.gain)
     for _ in range(_MAX_SECANTS):
         if not open_.any():
             break
-        slope = (high[0] - low[0])[open_] / (high[1] - low[1])[open_]
+        slope = (high.cost - low.cost)[open_] / (high.gain - low.gain)[open_]
         price[open_] = np.maximum(slope, 0.0)
         columns = _cheapest(choices, price)
         now = _sums(choices, columns)
-        line = low[0] - price * low[1]
-        gap = line - (now[0] - price * now[1])
+        line = low.cost - price * low.gain
+        gap = line - (now.cost - price * now.gain)
         # A line that is lower at the crossing only by rounding is the crossing itself.
-        noise = _ROUNDING * (np.abs(low[0]) + np.abs(price * low[1]) + np.abs(high[0]))
+        noise = _ROUNDING * (np.abs(low.cost) + np.abs(price * low.gain) + np.abs(high.cost))
         open_ = open_ & (gap > noise)
-        enough = open_ & (now[1] >= floors)
+        enough = open_ & (now.gain >= floors)
         short = open_ & ~enough
-        for side, mask in ((high, enough), (low, short)):
-            for old, new in zip(side, now, strict=True):
-                old[mask] = new[mask]
+        for side, stages in ((high, enough), (low, short)):
+            side.cost[stages] = now.cost[stages]
+            side.gain[stages] = now.gain[stages]
         above = np.where(enough[stage], columns, above)
         below = np.where(short[stage], columns, below)
     above = np.where(met[stage], below, above)
     # Where a floor lies between the two gains, the relaxation mixes the two assignments.
-    span = np.where(met, 1.0, high[1] - low[1])
-    share = np.where(met | (span <= 0), 0.0, (floors - low[1]) / np.where(span > 0, span, 1.0))
-    cost, gain = (old + share * (new - old) for old, new in zip(low, high, strict=True))
+    span = np.where(met, 1.0, high.gain - low.gain)
+    share = np.where(met | (span <= 0), 0.0, (floors - low.gain) / np.where(span > 0, span, 1.0))
+    cost = low.cost + share * (high.cost - low.cost)
+    gain = low.gain + share * (high.gain - low.gain)
     return _Stages(price, cost, gain, below, above)
 
 

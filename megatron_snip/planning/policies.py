@@ -87,8 +87,8 @@ class Policy:
 
     name: str
     decide: Decide
-    needs_statistics: bool
-    granularity: Literal["any", "linear", "gemm"]
+    needs_statistics: bool = False
+    granularity: Literal["any", "linear", "gemm"] = "linear"
     heeds_target: bool = True
 
 
@@ -106,13 +106,7 @@ def get_policy(name: str, problem: PlanningProblem | None = None) -> Policy:
     """
     if name.startswith(UNIFORM) and len(name) > len(UNIFORM):
         option = parse_option(name.removeprefix(UNIFORM))
-        return Policy(
-            name,
-            partial(_uniform, str(option)),
-            needs_statistics=False,
-            granularity="linear",
-            heeds_target=False,
-        )
+        return Policy(name, partial(_uniform, str(option)), heeds_target=False)
     if name not in POLICIES:
         hint = did_you_mean(name, policy_names())
         raise UsageError(f"unknown policy '{name}'{hint}; known: {', '.join(policy_names())}")
@@ -156,8 +150,9 @@ def gemms_lowered_in(order: Callable[[Request, Task], list[Item]]) -> Decide:
 def _steps(task: Task, start: Ints, items: Iterable[Item]) -> Iterator[tuple[int, int]]:
     """Yield (row, column) for each item: the linear's column once this GEMM is lowered as well.
 
-    If no allowed option has exactly the GEMMs lowered so far, the item waits for the linear's next.
-    With one option for all three GEMMs, a linear so makes one step, at its last item.
+    Where no allowed option has exactly the GEMMs lowered so far, there is no step yet: the linear's
+    next item may have one. So a linear whose options are `fp8` and `fp4` makes one step, when the
+    last of its three GEMMs is lowered.
     """
     lowest = columns_of_most_gain(task)
     gains = task.gain_floors[-1].gains
@@ -211,11 +206,13 @@ def _snip(request: Request) -> Solution:
     hint = request.hint
     if hint is not None:
         is_choice = task.table.listed | task.allowed
-        known = (hint >= 0) & is_choice[task.table.rows, hint]
-        if not known.all():  # the previous plan has an option that the problem does not list
+        is_known = (hint >= 0) & is_choice[task.table.rows, hint]
+        if not is_known.all():  # the previous plan has an option that the problem does not list
             hint = None
     found = solve(task, request.settings, hint, request.deadline)
-    if hint is not None and task.holds(hint) and task.cost_of(hint) <= task.cost_of(found.columns):
+    if hint is None or not task.holds(hint):
+        return found
+    if task.cost_of(hint) <= task.cost_of(found.columns):
         return replace(found, columns=hint)  # ties do not change the plan
     return found
 
@@ -338,17 +335,16 @@ def _uniform(option: str, request: Request) -> Solution:
 POLICIES: dict[str, Policy] = {
     policy.name: policy
     for policy in (
-        # name, decide, needs_statistics, granularity
-        Policy("snip", _snip, True, "any"),
-        Policy("random", lowered_in(_random), False, "linear"),
-        Policy("random-gemm", gemms_lowered_in(_random_gemm), False, "gemm"),
-        Policy("min-abs-err", lowered_in(_by_score("abs_error")), True, "linear"),
-        Policy("min-rel-err", lowered_in(_by_score("rel_error")), True, "linear"),
-        Policy("layer-type", lowered_in(_layer_type), False, "linear"),
-        Policy("layer-id", lowered_in(_layer_id), False, "linear"),
-        Policy("last-blocks", lowered_in(_last_blocks), False, "linear"),
-        Policy("grads-first", gemms_lowered_in(_grads_first), False, "gemm"),
-        Policy("norms", lowered_in(_by_score("norms", per_gain=True)), True, "linear"),
+        Policy("snip", _snip, needs_statistics=True, granularity="any"),
+        Policy("random", lowered_in(_random)),
+        Policy("random-gemm", gemms_lowered_in(_random_gemm), granularity="gemm"),
+        Policy("min-abs-err", lowered_in(_by_score("abs_error")), needs_statistics=True),
+        Policy("min-rel-err", lowered_in(_by_score("rel_error")), needs_statistics=True),
+        Policy("layer-type", lowered_in(_layer_type)),
+        Policy("layer-id", lowered_in(_layer_id)),
+        Policy("last-blocks", lowered_in(_last_blocks)),
+        Policy("grads-first", gemms_lowered_in(_grads_first), granularity="gemm"),
+        Policy("norms", lowered_in(_by_score("norms", per_gain=True)), needs_statistics=True),
     )
 }
 """Every policy by name, except `uniform-OPTION`, which is made from its option."""

@@ -142,7 +142,11 @@ class PlanningProblem(BaseModel):
         return 1 + max(linear.stage for linear in self.linears)
 
     def with_options(self, options: Callable[[LinearChoices], dict[str, OptionCost]]) -> Self:
-        """Return the problem with the options that the function returns for each linear."""
+        """Return the problem with other options.
+
+        Args:
+            options: given a linear, returns the options that it gets, by name.
+        """
         linears = [row.model_copy(update={"options": options(row)}) for row in self.linears]
         return self.model_copy(update={"linears": tuple(linears)})
 
@@ -153,7 +157,7 @@ class PlanningProblem(BaseModel):
     def json_lines(self) -> Iterator[str]:
         """Yield the JSON object of the file in pieces, one linear each.
 
-        Encoding a large problem so never holds the interpreter lock for long.
+        So the interpreter lock is never held for long, however large the problem is.
         """
         ties = f'"ties": {json.dumps(self.ties)}, ' if self.ties else ""
         head = f'"version": {self.version}, "target": {json.dumps(self.target)}, {ties}'

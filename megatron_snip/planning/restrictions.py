@@ -25,7 +25,7 @@ def restrict_problem(
         problem: The problem with all options of each linear.
         refusals: The options that linears cannot run.
         job: The option in which the job itself runs each linear; BF16 for linears that are absent.
-            It stays at linears that can run none of the problem's options.
+            A linear that can run none of the problem's options has this one.
         lowest_format: The format that the target counts.
     """
 
@@ -46,19 +46,18 @@ def restrict_problem(
 def nearest_option(option: Option, candidates: Iterable[Option]) -> Option:
     """Return `option` if it is a candidate, else the nearest one of no lower precision, else BF16.
 
-    That is one with at least as many bits in every GEMM and the fewest bits in total; the first of
-    them on a tie.
+    "Of no lower precision": with at least as many bits in every GEMM. The nearest one of these has
+    the fewest bits in total; it is the first of them on a tie.
     """
     options = (*candidates, BF16)
     if option in options:
         return option
     wanted = bits_of(option)
-    no_lower = [
-        other
-        for other in options
-        if all(bits >= least for bits, least in zip(bits_of(other), wanted, strict=True))
-    ]
-    return min(no_lower, key=lambda other: sum(bits_of(other)))
+
+    def is_no_lower(other: Option) -> bool:
+        return all(bits >= least for bits, least in zip(bits_of(other), wanted, strict=True))
+
+    return min(filter(is_no_lower, options), key=lambda other: sum(bits_of(other)))
 
 
 def reasons(refused: Mapping[str, str]) -> str:

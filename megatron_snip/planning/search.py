@@ -131,7 +131,7 @@ class Search:
         self.bound = self._dual.bound
         candidates = [choices.without_dropped(start) for start in starts]
         candidates += [self._dual.above, self._dual.below, round_up(choices, self._dual)]
-        self.best = min((c for c in candidates if choices.holds(c)), key=choices.cost_of)
+        self.best = min(filter(choices.holds, candidates), key=choices.cost_of)
         self.best_cost = choices.cost_of(self.best)
         self._tolerance = EXACT * float(np.abs(choices.cost[choices.rows, self.best]).sum())
         self.optimal = self.gap <= self._tolerance

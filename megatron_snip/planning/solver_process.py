@@ -214,24 +214,25 @@ def _exchange(
 ) -> None:
     """Send a request to the child and wait for its reply (in a thread of its own)."""
     assert child.stdin is not None and child.stdout is not None
-    line = ""
+    reply = ""
     try:
-        with contextlib.suppress(OSError, ValueError):  # it died or was killed: there is no line
+        with contextlib.suppress(OSError, ValueError):  # it died or was killed: there is no reply
             child.stdin.writelines(request.json_pieces())
             child.stdin.flush()
-            line = child.stdout.readline()
-        if not line.endswith("\n"):
+            reply = child.stdout.readline()
+        if not reply.endswith("\n"):
             _kill(child)
             text = f"the solver process ended without an answer (status {child.returncode})"
             raise PlanningError(text)
-        future.set_result(request.plan_of(line))
+        future.set_result(request.plan_of(reply))
     except (InfeasiblePlanError, UsageError) as error:
         future.set_exception(error)
     except Exception as error:
         _kill(child)  # a child with an invalid reply is not used again
-        line = log_failure(logger, "the exchange with the solver process", error)
-        failed = PlanningError(f"solver process: {line}")
-        future.set_exception(error if isinstance(error, PlanningError) else failed)
+        text = log_failure(logger, "the exchange with the solver process", error)
+        if not isinstance(error, PlanningError):
+            error = PlanningError(f"solver process: {text}")
+        future.set_exception(error)
 
 
 def _kill(*children: subprocess.Popen[str]) -> None:
@@ -267,8 +268,9 @@ def answer(line: str) -> str:
     """In the child: return the line of JSON that replies to a request's line."""
     reply: dict[str, Any]
     try:
-        r = PlanRequest.model_validate_json(line)
-        reply = {"plan": make_plan(r.problem, r.settings, r.previous, r.iteration).to_dict()}
+        request = PlanRequest.model_validate_json(line)
+        plan = make_plan(request.problem, request.settings, request.previous, request.iteration)
+        reply = {"plan": plan.to_dict()}
     except Exception as error:  # every failure is reported, and training goes on
         log_failure(logger, "solving", error)
         reply = {"error": type(error).__name__, "message": str(error)}

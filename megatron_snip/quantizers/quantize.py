@@ -140,8 +140,9 @@ def quantize_dequantize(
         return reference.quantize_dequantize(
             x, fmt, block, bits16=bits16, tensor_amax=amax, scales=scales, dtype=dtype
         )
-    direction = fmt, block, philox_arguments(stream, x.shape[1])
-    return launch.quantize_dequantize(x, direction, dtype=dtype, tensor_amax=amax)[0]
+    direction = (fmt, block, philox_arguments(stream, x.shape[1]))
+    (out,) = launch.quantize_dequantize(x, direction, dtype=dtype, tensor_amax=amax)
+    return out
 
 
 def quantize_dequantize_operand(
@@ -178,13 +179,12 @@ def quantize_dequantize_operand(
     fmt = operand_format(get_format(fmt) if isinstance(fmt, str) else fmt, operand)
     if not fmt.quantized:
         return x
-    block, used = operand_block(fmt, operand, gemm), _stream_of(fmt, operand, gemm, stream)
     source = rotated(x.detach().flatten(0, -2), fmt, gemm)
     out = quantize_dequantize(
         source,
         fmt,
-        block,
-        stream=used,
+        operand_block(fmt, operand, gemm),
+        stream=_stream_of(fmt, operand, gemm, stream),
         tensor_amax=tensor_amax,
         scales=scales,
         dtype=dtype or x.dtype,

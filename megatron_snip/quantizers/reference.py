@@ -122,9 +122,11 @@ def quantize_dequantize(
         floats = torch.empty(size, dtype=torch.float32, device=x.device)
         ints = torch.empty(size, dtype=torch.int32, device=x.device)
         for rows, cols, tile in _pieces((x.shape[0], x.shape[1]), block):
-            source, result = _tiles(x[rows, cols], tile), _tiles(out[rows, cols], tile)
-            count, shape = source.numel(), source.shape
-            y, scratch = floats[:count].view(shape), ints[:count].view(shape)
+            source = _tiles(x[rows, cols], tile)
+            result = _tiles(out[rows, cols], tile)
+            count = source.numel()
+            y = floats[:count].view(source.shape)
+            scratch = ints[:count].view(source.shape)
             bits = None if bits16 is None else _tiles(bits16[rows, cols], tile)
             if source.dtype != torch.float32:
                 source = y.copy_(source)

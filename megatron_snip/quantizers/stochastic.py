@@ -62,7 +62,7 @@ class StreamKey:
     Attributes:
         seed: the run's seed.
         linear: the linear's name, the same on every rank (`types.linear_name`).
-        iteration: Megatron's, 1-based.
+        iteration: Megatron's iteration, 1-based.
         microbatch: the microbatch's index within the iteration over ALL data- and context-parallel
             ranks, e.g. local_index * dp_size + dp_rank; these ranks hold different tokens and
             must not share numbers.
@@ -131,7 +131,7 @@ class StochasticStream:
 
     Attributes:
         key: names the tensor and the time.
-        columns: of the global tensor; None means all of them.
+        columns: which columns of the global tensor it holds; None means all of them.
         swapped: whether the element `index` takes the number of `index ^ 4`.
         drawn: the numbers of all counters of a tensor, see `draw`; None: `bits16` draws them.
     """
@@ -171,8 +171,10 @@ class StochasticStream:
 
     def bits16(self, rows: int, cols: int, device: torch.device | None = None) -> Tensor:
         """Return the numbers of a local [rows, cols] tensor, int16, the same on every device."""
-        drawn = (self if self.drawn is not None else self.draw(rows, cols, device)).drawn
+        drawn = self.drawn
         if drawn is None:
+            drawn = self.draw(rows, cols, device).drawn
+        if drawn is None:  # 8 neighbors do not share a counter
             index = self._index(rows, cols, 1, device).flatten()
             parts = [self._numbers(part) for part in torch.split(index, _COUNTERS)]
             return torch.cat(parts).view(rows, cols)
@@ -181,10 +183,15 @@ class StochasticStream:
         return drawn.view(rows, cols)
 
     def _numbers(self, index: Tensor) -> Tensor:
+        """Return the number of each index, one by one."""
         lanes = random_bits16(index >> 3, self.key.word)
-        return lanes.gather(-1, (index & 7 ^ 4 * self.swapped).unsqueeze(-1)).squeeze(-1)
+        lane = index & 7
+        if self.swapped:
+            lane = lane ^ 4
+        return lanes.gather(-1, lane.unsqueeze(-1)).squeeze(-1)
 
     def _index(self, rows: int, cols: int, step: int, device: torch.device | None) -> Tensor:
+        """Return the global indices of every `step`-th column, [rows, cols / step]."""
         columns = self.column_map(cols)
         local = columns.columns(torch.arange(0, cols, step, device=device))
         return torch.arange(rows, device=device).mul_(columns.global_cols).unsqueeze(1) + local
@@ -198,10 +205,11 @@ def grad_output_stream(
     Args:
         seed: the run's seed.
         placement: which linear and shard; `column` shards the columns of grad_output.
-        iteration: Megatron's, 1-based.
+        iteration: Megatron's iteration, 1-based.
         microbatch: its index within the iteration over all data- and context-parallel ranks.
     """
-    columns, axis = None, placement.tensor
+    axis = placement.tensor
+    columns = None
     if placement.kind == "column":
         cols = placement.out_features // axis.size
         columns = ColumnMap.shard(cols, axis.shard, axis.size, placement.num_chunks)

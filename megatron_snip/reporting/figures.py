@@ -46,8 +46,11 @@ _SHADES = {
 _REDS = ("#b3261e", "#d9736d")
 
 
-def _format_colors() -> dict[str, str]:
-    """Return a color for each format: its bits give the hue, its place in the table the shade."""
+def format_colors() -> dict[str, str]:
+    """Return a color for each format: its bits give the hue, its place in the table the shade.
+
+    Not a constant: plugins add formats.
+    """
     used: Counter[int] = Counter()
     colors = {}
     for name, fmt in FORMATS.items():
@@ -56,8 +59,6 @@ def _format_colors() -> dict[str, str]:
         used[fmt.bits] += 1
     return colors
 
-
-FORMAT_COLORS = _format_colors()
 
 Floats = NDArray[np.float64]
 Points = Sequence[tuple[float, float]]
@@ -180,9 +181,11 @@ def plan_map(linears: Mapping[str, Option]) -> Figure:
     grid.draw(axes, np.arange(cells.shape[1] + 1) / len(gemms), cells, **_format_scale())
     axes.set_ylabel("layer")
     axes.set_xticks(np.arange(len(grid.columns)) + 0.5, grid.columns)
-    for column in range(1, len(grid.columns) if len(gemms) > 1 else 0):
-        axes.axvline(column, color=SURFACE, linewidth=5)
-    note = "each linear: fprop, dgrad, wgrad" if len(gemms) > 1 else None
+    note = None
+    if len(gemms) > 1:
+        note = "each linear: fprop, dgrad, wgrad"
+        for column in range(1, len(grid.columns)):
+            axes.axvline(column, color=SURFACE, linewidth=5)
     _format_legend(figure, linears.values(), note)
     return figure
 
@@ -295,8 +298,9 @@ def health_histograms(tables: Sequence[HealthTable]) -> Figure:
         tables: At most two tables; the linears are those of the last one.
     """
     findings = tables[-1].findings("sqnr_db", tables[-1].lowest)
-    every = (*(each.linear for each in findings), tables[-1].linears[0].name)
-    names = list(dict.fromkeys(every))[:3]
+    # The worst come first; a table without findings shows its first linear.
+    ordered = [*(finding.linear for finding in findings), tables[-1].linears[0].name]
+    names = list(dict.fromkeys(ordered))[:3]
     figure = _new_figure(1.5 * len(names) + 0.6)
     panels = figure.subplots(len(names), len(Operand), sharex="col", sharey=True, squeeze=False)
     for line, name in zip(panels, names, strict=True):
@@ -308,9 +312,11 @@ def health_histograms(tables: Sequence[HealthTable]) -> Figure:
                     first, shares = linear.histograms[operand]
                     edges = first + np.arange(len(shares) + 1)
                     axes.stairs(shares, edges, color=color, label=f"iteration {table.iteration}")
-            found = [each for each in findings if (each.linear, each.tensor) == (name, operand)]
-            heading = f"{name}\n" if operand is Operand.INPUT else ""  # may be three panels wide
-            axes.set_title(f"{heading}{operand}" + "".join(f", {f.value:.3g} dB" for f in found))
+            title = f"{name}\n{operand}" if operand is Operand.INPUT else str(operand)
+            for finding in findings:
+                if finding.linear == name and finding.tensor == operand:
+                    title += f", {finding.value:.3g} dB"
+            axes.set_title(title)  # a name may be as wide as three panels
             axes.yaxis.set_major_formatter(PercentFormatter(1.0))
             axes.xaxis.set_major_locator(_iteration_ticks(6))
     handles = panels[0][0].get_legend_handles_labels()[0]
@@ -326,19 +332,20 @@ def _gemms(options: Iterable[Option]) -> tuple[Gemm, ...]:
 
 
 def _format_table(grid: LinearGrid, linears: Mapping[str, Option], gemm: Gemm) -> Floats:
-    index = {name: float(k) for k, name in enumerate(FORMATS)}
+    index = {name: float(k) for k, name in enumerate(FORMATS)}  # the numbers of `_format_scale`
     return grid.table({name: index[option[gemm]] for name, option in linears.items()})
 
 
 def _format_scale() -> dict[str, Any]:
-    colors = [FORMAT_COLORS.get(name, _REDS[-1]) for name in FORMATS]
+    colors = list(format_colors().values())
     return {"cmap": ListedColormap(colors), "vmin": -0.5, "vmax": len(colors) - 0.5}
 
 
 def _format_legend(figure: Figure, options: Iterable[Option], title: str | None = None) -> None:
     names = set(itertools.chain.from_iterable(option.formats for option in options))
     ordered = sorted(names, key=lambda name: -FORMATS[name].bits)
-    entries = [Patch(color=FORMAT_COLORS.get(name, _REDS[-1]), label=name) for name in ordered]
+    colors = format_colors()
+    entries = [Patch(color=colors[name], label=name) for name in ordered]
     figure.legend(handles=entries, loc="outside upper right", ncols=len(entries), title=title)
 
 

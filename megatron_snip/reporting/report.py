@@ -51,11 +51,13 @@ def read_reference(path: Path) -> Reference:
     if path.is_dir():
         check_plain(path)
     metrics = read_metrics(path / "metrics.jsonl" if path.is_dir() else path)
-    name = (path if path.is_dir() else path.parent).resolve().name
-    bf16 = metrics.total("lowest_precision_fraction") == 0
     if path.is_dir():
-        bf16 = only_bf16(plan_spans(path, metrics))
-    return "BF16" if bf16 else name, metrics
+        folder = path
+        is_bf16 = only_bf16(plan_spans(path, metrics))
+    else:
+        folder = path.parent
+        is_bf16 = metrics.total("lowest_precision_fraction") == 0
+    return "BF16" if is_bf16 else folder.resolve().name, metrics
 
 
 def _shown(value: object) -> object:
@@ -79,8 +81,8 @@ def make_report(run: RunRecord, reference: Reference | None = None) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    formats = (text.number, text.percent, text.quality, text.seconds, listing, text.option_counts)
-    environment.filters |= {function.__name__: function for function in formats}
+    filters = (text.number, text.percent, text.quality, text.seconds, listing, text.option_counts)
+    environment.filters |= {function.__name__: function for function in filters}
     environment.filters["data_uri"] = _data_uri
     source = files(__package__).joinpath("report.html.j2").read_text(encoding="utf-8")
     is_bf16 = only_bf16(run.plans)
@@ -105,8 +107,10 @@ def make_report(run: RunRecord, reference: Reference | None = None) -> str:
 def last_gap(metrics: MetricRows, reference: Reference) -> tuple[float | None, int]:
     """Return the mean loss gap over the last tenth of the common iterations, and its length."""
     _, gap = metrics.gap_to(reference[1])
-    count = -(-len(gap) // 10)
-    return (float(np.mean(gap[-count:])) if count else None), count
+    count = -(-len(gap) // 10)  # rounded up
+    if count == 0:
+        return None, 0
+    return float(np.mean(gap[-count:])), count
 
 
 def frontier_of(run: RunRecord) -> figures.Points | str:

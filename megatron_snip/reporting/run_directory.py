@@ -1,7 +1,7 @@
 """A run's directory.
 
     config.yaml                    the resolved settings
-    versions.json                  of everything that decides numbers
+    versions.json                  versions of every package that decides numbers
     metrics.jsonl                  one JSON object per iteration
     problems/<iteration>.json      the planning problem of each refresh
     divergences/<iteration>.json   the divergences and statistics behind it
@@ -75,7 +75,7 @@ class RunDirectory:
         self._metrics: IO[str] | None = None
         self._row: dict[str, Any] = {}
         self._last_row: dict[str, Any] = {}
-        self._last_row_start = 0  # in the file
+        self._last_row_start = 0  # the place in the file, in bytes
         self._last_row_at = time.perf_counter()
 
     def start(self, config: dict[str, Any]) -> None:
@@ -180,7 +180,7 @@ def open_run(
         path: need not exist.
         settings: for config.yaml.
         old_run: what becomes of the files of a run before; files that SNIP did not write stay.
-        done: the last iteration whose files stay where a run continues; None: all stay.
+        done: where a run continues, the last iteration whose files stay; None keeps all of them.
 
     Raises:
         UsageError: if another job writes there, or for the reasons of `check_new_run`.

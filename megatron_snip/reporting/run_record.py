@@ -227,7 +227,9 @@ class RunRecord:
         megatron = self.config.get("megatron")
         values = megatron if isinstance(megatron, dict) else self.config
         total = values.get("train_iters")
-        return total if type(total) is int and total >= 0 else None
+        if type(total) is not int or total < 0:  # `isinstance` would take True
+            return None
+        return total
 
     @property
     def lowest_formats(self) -> str:
@@ -319,6 +321,7 @@ def read_metrics(path: Path) -> MetricRows:
 
 
 def _health(folder: Path, last_iteration: int, plans: Sequence[PlanSpan]) -> Iterator[HealthTable]:
+    """Yield the tables of `RunRecord.health`."""
     before_plans = _last(folder, plans[0].start - 1) if plans else None
     for path in dict.fromkeys([before_plans, _last(folder, last_iteration)]):
         if path is not None:
@@ -378,6 +381,7 @@ def plan_spans(path: Path, metrics: MetricRows) -> tuple[PlanSpan, ...]:
 
 
 def _simulated(folder: Path, last_iteration: int, snip: SnipConfig | None) -> bool | None:
+    """Return whether the last precision file has simulated linears; None if that is not known."""
     path = _last(folder, last_iteration)
     if path is None:
         return True if snip is not None and snip.backend == "simulate" else None
@@ -395,5 +399,6 @@ def numbered_files(folder: Path) -> dict[int, Path]:
 
 
 def _last(folder: Path, last_iteration: int) -> Path | None:
+    """Return the file of the latest iteration up to `last_iteration`, or None."""
     files = [path for at, path in numbered_files(folder).items() if at <= last_iteration]
     return files[-1] if files else None

@@ -20,7 +20,9 @@ def number(value: float | None, digits: int = 4) -> str:
 
 def quality(value: float | None, digits: int = 4) -> str:
     """Return a quality loss or a gap; solver noise is shown as 0."""
-    return number(0.0 if value is not None and abs(value) < SOLVER_NOISE else value, digits)
+    if value is not None and abs(value) < SOLVER_NOISE:
+        value = 0.0
+    return number(value, digits)
 
 
 def column(values: Sequence[float | None], noise: float = 0.0) -> list[str]:

@@ -14,7 +14,8 @@ the lowest precision and at what cost, which linears suffer:
 
     snip/1_guard_events              bad losses since the job started; a reverted plan had one
     snip/1_loss                      training loss (Megatron's own run has it as `lm loss`)
-    snip/2_quality_loss_share        of the plan; 1 is the uniform lowest precision, 0 is BF16
+    snip/2_quality_loss_share        the plan's quality loss; 1 + weight_lambda, that of the
+                                     uniform lowest precision, is shown as 1, and BF16 is 0
     snip/3_lowest_precision_share    share of the linears' FLOPs in the lowest precision
     snip/4_refresh_overhead_percent  time that a refresh added, of the time since the last refresh
     snip/5_fragile_linears           picture: divergences of each linear
@@ -23,7 +24,7 @@ the lowest precision and at what cost, which linears suffer:
     snip/share/<format>              share of the linears' FLOPs in each format, at every plan
     snip/eval/loss_increase          loss under the plan minus that in BF16, on the same samples
     snip/eval/loss_increase_error    its standard error over microbatches
-    snip/eval/loss_divergence        of the plan, by the last measurement; a score
+    snip/eval/loss_divergence        the plan's loss divergence by the last measurement; a score
     snip/eval/<name>_loss_...        the same of final_validation and test, after training
     snip/health/<measure>/<operand>/<worst or median>    over linears, in the lowest precision
     snip/divergence/..., snip/refresh/..., snip/training/...   details
@@ -103,8 +104,9 @@ class ScalarSeries:
         """
         self._uniform_loss = 1.0 + float(config.get("weight_lambda", 0.0))
         self._left_out = frozenset(left_out)
-        self._formats: set[str] = set(config.get("formats", ()))  # and those of former plans
-        self._last_refresh: float | None = None  # or the first event
+        # Formats that have a series: those of the settings and of all plans so far.
+        self._formats: set[str] = set(config.get("formats", ()))
+        self._last_refresh: float | None = None  # seconds; before a refresh, of the first event
         self._failed = 0
         self._guarded = 0
 
@@ -373,8 +375,8 @@ def pictures(payload: Payload) -> dict[str, Any]:
     found = {}
     if record.quantized_options:
         found["snip/5_fragile_linears"] = figures.divergence_maps(record)
-    if (health := payload.health).lowest is not None:
-        found["snip/health/maps"] = figures.health_maps([health])
+    if payload.health.lowest is not None:
+        found["snip/health/maps"] = figures.health_maps([payload.health])
     return found
 
 

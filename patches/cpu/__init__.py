@@ -102,7 +102,8 @@ def _set_compile_off(off: bool) -> bool:
     if "torch._dynamo" not in sys.modules:
         return off
     settings = torch._dynamo.config
-    before, settings.disable = settings.disable, off
+    before = settings.disable
+    settings.disable = off
     return before
 
 

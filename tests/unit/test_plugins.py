@@ -27,7 +27,7 @@ order = lowered_in(lambda request, task: list(range(len(request.constraints.tabl
 def all_high(request):
     return order(replace(request, constraints=replace(request.constraints, target=0.0)))
 
-first = Policy("first-first", order, False, "linear")
+first = Policy("first-first", order)
 POLICIES["first-first"] = first
 POLICIES["high"] = replace(first, name="high", decide=all_high, heeds_target=False)
 

@@ -201,7 +201,7 @@ def test_without_snip_nothing_is_attached(bridge: FakeBridge, attached: list[Any
     bridge.pretrain(cfg_of())
     assert attached == [] and len(bridge.calls) == 1
     assert REGISTRY.session.reached_loop
-    assert set(REGISTRY._installed) == {p.target for p in MEGATRON_BRIDGE.patches[:2]}
+    assert REGISTRY.installed == {p.target for p in MEGATRON_BRIDGE.patches[:2]}
 
 
 @pytest.mark.parametrize("as_manager", [False, True])

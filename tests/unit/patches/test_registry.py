@@ -102,11 +102,11 @@ def test_pre_releases_of_tested_releases_count_as_tested(
 
 def test_the_command_line_decides_what_is_installed(of_process: Registry) -> None:
     assert install_for(["--lr", "0.1"]) == ["--lr", "0.1"]
-    assert set(of_process._installed) == {ARGUMENTS}
+    assert of_process.installed == {ARGUMENTS}
     for _ in range(2):  # a second call changes nothing
         words = ["--snip", "--lr", "0.1", "--snip-interval", "9", "model.seed=9"]
         assert install_for(words) == ["--lr", "0.1", "model.seed=9"]
-        assert set(of_process._installed) == NEEDED | IN_THIS_RELEASE
+        assert of_process.installed == NEEDED | IN_THIS_RELEASE
         assert of_process.session.cli_flags["snip_interval"] == "9"
 
 

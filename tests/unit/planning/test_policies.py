@@ -132,9 +132,7 @@ def layers_of(names: Collection[str]) -> set[int]:
 
 
 def test_policies_are_found_by_name_and_state_what_they_are() -> None:
-    assert set(policy_names()) == {"snip", *LINEARS, *GEMMS, "uniform-OPTION"}
-    static = {"random", "layer-type", "layer-id", "last-blocks", *GEMMS}
-    assert {name for name, p in POLICIES.items() if not p.needs_statistics} == static
+    assert {"snip", *LINEARS, *GEMMS, "uniform-OPTION"} <= set(policy_names())
     uniform = get_policy("uniform-fp8")
     assert (uniform.needs_statistics, uniform.heeds_target) == (False, False)
     for name in ("", "snap", "uniform-", "uniform", "greedy", "none"):
@@ -143,6 +141,18 @@ def test_policies_are_found_by_name_and_state_what_they_are() -> None:
     for name in GEMMS:
         with pytest.raises(UsageError, match="orders GEMMs"):
             plan(name, model(2))
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_measured_numbers_decide_the_plans_of_policies_that_need_them(name: str) -> None:
+    def planned(seed: int) -> PrecisionPlan:
+        problem = model(6, seed=seed, granularity="gemm")
+        flops = {row.name: row.flops for row in model(6, seed=0).linears}
+        rows = [row.model_copy(update={"flops": flops[row.name]}) for row in problem.linears]
+        return plan(name, problem.model_copy(update={"linears": tuple(rows)}))
+
+    is_same = planned(0).digest == planned(1).digest
+    assert is_same != POLICIES[name].needs_statistics
 
 
 @pytest.mark.parametrize("seed", range(4))
