@@ -191,7 +191,7 @@ def read_record(record: type[T], value: Any, source: str, version: int = 1) -> T
         record: what to build, a pydantic model or a dataclass.
         value: the object; its `version` is the schema's.
         source: how error messages call it.
-        version: that `value` must have.
+        version: the version that `value` must have.
 
     Raises:
         UsageError: one line that names `source`, the place, what was got and what is wanted.

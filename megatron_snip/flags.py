@@ -27,7 +27,7 @@ def add_flags(parser: argparse.ArgumentParser, model: type[BaseModel], prefix: s
 
     Args:
         parser: receives one argument group a section.
-        model: its fields' docstrings become the help.
+        model: the settings; the docstrings of its fields become the help.
         prefix: put before every flag, e.g. `snip-`, and before every namespace attribute (`snip_`).
     """
     for section in (*model.__bases__, model):  # argparse hides a group without flags

@@ -112,8 +112,8 @@ def make_writers(
     """
     from megatron_snip.collectives import on_rank_0
     from megatron_snip.reporting.run_directory import open_run
+    from megatron_snip.reporting.scalars import MEGATRON_LOGS
     from megatron_snip.reporting.writers import (
-        MEGATRON_LOGS,
         TensorBoardWriter,
         WandbWriter,
         added_writers,

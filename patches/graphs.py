@@ -97,9 +97,9 @@ class Graphs:
         """All ranks: run a step through Megatron's `FullCudaGraphWrapper`.
 
         Args:
-            wrapper: Megatron's; its graphs are attributes of the class.
-            kwargs: of the schedule that it wraps.
-            run: lets it run: eagerly while it warms up, then as a graph.
+            wrapper: Megatron's wrapper; its graphs are attributes of the class.
+            kwargs: keyword arguments of the schedule that it wraps.
+            run: lets the wrapper run: eagerly while it warms up, then as a graph.
         """
         stage = "validation" if kwargs["forward_only"] else "training"
         if self.is_measuring:

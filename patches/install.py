@@ -50,7 +50,7 @@ class Loop:
         name: as users know it.
         module: whose import shows that a script uses the loop. It imports the other modules, so
             installing the patches when it has run imports none of them too early.
-        patches: on the loop.
+        patches: the patches on the loop.
     """
 
     name: str

@@ -17,9 +17,9 @@ def run_step(call: Call, session: Session, iteration: int) -> Any:
     """Run a call of a loop's `train_step` with the schedule under the controller.
 
     Args:
-        call: its argument `forward_backward_func` is the schedule; item 0 of its result are the
-            losses, item 5 is the gradients' norm.
-        session: of the process.
+        call: the call; its argument `forward_backward_func` is the schedule. Item 0 of its result
+            are the losses, item 5 is the gradients' norm.
+        session: what the patches of this process share.
         iteration: 1-based.
     """
     controller = session.controller
@@ -45,9 +45,9 @@ def end_step(
     """All ranks: report an iteration, after the loop's log and evaluation.
 
     Args:
-        session: of the process.
-        iteration: 1-based.
-        optimizer: Megatron's.
+        session: what the patches of this process share.
+        iteration: Megatron's iteration, 1-based.
+        optimizer: Megatron's optimizer.
         seq_length: tokens of a sample.
         log_interval: iterations between two that the loop logs.
     """

@@ -99,8 +99,8 @@ class PlannedModel:
         """Set every linear of this rank to its option; call between iterations, on all ranks.
 
         Args:
-            options: by linear name; must hold every linear of this rank, and the same linears
-                on all ranks.
+            options: the option of each linear, by name. Every linear of this rank is among them,
+                and all ranks pass the same ones.
         """
         for name, option in options.items():
             if option != self._options.get(name):

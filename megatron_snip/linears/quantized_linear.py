@@ -251,7 +251,7 @@ def quantize_activation(
         x: X [M, K] or G [M, N].
         operand: which of them.
         option: decides the formats; for a bf16 GEMM the tensor is returned as it is.
-        dtype: of a quantized result, from `operand_dtype`.
+        dtype: dtype of a quantized result, from `operand_dtype`.
         gemms: one of the operand's two, or both: first fprop or dgrad, then wgrad.
         stream: random numbers, for formats that round G stochastically.
     """
@@ -292,7 +292,7 @@ def activation_gemm(
         w: W [N, K].
         gemm: fprop or dgrad.
         option: decides the format of both operands.
-        dtype: of a quantized GEMM's result; a bf16 GEMM has that of its operands.
+        dtype: dtype of a quantized GEMM's result; a bf16 GEMM has that of its operands.
         cache: holds the quantized W; fprop and dgrad share it where format and block are equal.
     """
     name = option[gemm]
@@ -313,9 +313,9 @@ def wgrad_gemm(g: Tensor, x: Tensor, option: Option, dtype: torch.dtype) -> Tens
 
     Args:
         g: [M, N], from `quantize_activation`.
-        x: [M, K], likewise.
+        x: [M, K], from `quantize_activation`.
         option: decides the format of both operands.
-        dtype: of the result; FP32 for GEMMs that add into `main_grad`.
+        dtype: dtype of the result; FP32 for GEMMs that add into `main_grad`.
     """
     if option.wgrad == "bf16" and dtype == g.dtype:
         return g.t().matmul(x)

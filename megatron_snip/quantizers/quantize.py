@@ -166,8 +166,8 @@ def quantize_dequantize_operand(
         stream: the tensor's random numbers, needed for stochastic rounding.
         tensor_amax: FP32 scalar, see `needs_tensor_amax`; None takes x's own. A delayed format
             takes its scale here.
-        scales: of the tiles, if the caller has them; see `reference.quantize_dequantize`.
-        dtype: of a quantized result; None is x's own.
+        scales: scales of the tiles, if the caller has them; see `reference.quantize_dequantize`.
+        dtype: dtype of a quantized result; None is x's own.
 
     Returns:
         x's shape.

@@ -106,7 +106,7 @@ def quantize_dequantize(
         tensor_amax: FP32 scalar, needed where a scale is the tensor's: its largest magnitude, of
             all ranks that share the scale; for delayed scaling the scale itself.
         scales: what `tile_scales` returns for `tile_amaxes` of x, if the caller has it.
-        dtype: of the result: FP32 (exact up to one rounding of q * scale) or BF16 (rounded a
+        dtype: dtype of the result: FP32 (exact up to one rounding of q * scale) or BF16 (rounded a
             second time, to nearest even).
 
     Returns:

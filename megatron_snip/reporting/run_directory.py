@@ -178,7 +178,7 @@ def open_run(
 
     Args:
         path: need not exist.
-        settings: for config.yaml.
+        settings: the content of config.yaml.
         old_run: what becomes of the files of a run before; files that SNIP did not write stay.
         done: where a run continues, the last iteration whose files stay; None keeps all of them.
 

@@ -180,7 +180,7 @@ class SnipController:
         Args:
             iteration: Megatron's iteration (1-based).
             function: Megatron's forward-backward function.
-            kwargs: its keyword arguments.
+            kwargs: keyword arguments of `function`.
 
         Returns:
             What `function` returns.
@@ -211,9 +211,9 @@ class SnipController:
 
         Args:
             iteration: Megatron's iteration (1-based).
-            metrics: by name, such as `loss`, `grad_norm` and `lr`; `step_s` is in seconds. `step_s`
-                is not reported if the iteration measured, was watched by the guard, or was the
-                first under its plan or in this process.
+            metrics: values by name, such as `loss`, `grad_norm` and `lr`. `step_s`, in seconds, is
+                not reported if the iteration measured, was watched by the guard, or was the first
+                under its plan or in this process.
         """
         self.evaluations.end_iteration()
         self._has_trained = True
@@ -320,7 +320,7 @@ class SnipController:
         """All ranks: apply and report the first plan; continue with what was being solved.
 
         Args:
-            state: that of the stopped run; None for a new run.
+            state: the state of the stopped run; None for a new run.
             first: the plan that the run starts with.
             num_done: iterations that the weights have done.
         """

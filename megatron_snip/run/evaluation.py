@@ -55,7 +55,7 @@ class Evaluations:
 
         Args:
             precision: `--snip-eval-precision`.
-            runtime: that of the planned linears.
+            runtime: the runtime of the planned linears.
             reporter: what logs the cost of a plan.
             observations: what predicts the cost of a plan.
             iteration: the last iteration that is done.

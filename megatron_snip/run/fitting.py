@@ -31,8 +31,8 @@ class Replacement:
 
     Attributes:
         linear: name of the linear.
-        old: its option in the plan.
-        new: the option that it gets.
+        old: the linear's option in the plan.
+        new: the option that the linear gets.
         reason: the flag that rules the old one out, or why the linear cannot run it.
         is_setting: whether `reason` is a flag.
     """

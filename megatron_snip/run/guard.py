@@ -142,8 +142,8 @@ class Guard:
         """Run an iteration's forward-backward under the current plan, again if need be.
 
         Args:
-            iteration: the iteration.
-            step: its forward-backward call.
+            iteration: the iteration that runs.
+            step: the iteration's forward-backward call.
             plan: the current plan, which is applied.
         """
         if self.is_watching:

@@ -78,8 +78,8 @@ def _late_flops(
 
     Args:
         problem: the linears and their FLOPs, a third of them in each GEMM.
-        bits: those of every linear's fprop, dgrad and wgrad.
-        is_early: of fprop, dgrad and wgrad.
+        bits: bits of every linear's fprop, dgrad and wgrad.
+        is_early: whether fprop, dgrad and wgrad are early GEMMs.
         lowest: bits of the lowest precision.
     """
     flops = 0.0

@@ -133,7 +133,7 @@ class RunPlans:
         """All ranks: return the plan that the run starts with, or resumes with.
 
         Args:
-            state: that of the stopped run; None for a new run.
+            state: the state of the stopped run; None for a new run.
             seed: seed of the policy `random`.
 
         Raises:
@@ -175,7 +175,7 @@ class RunPlans:
         """Return where the first plan comes from: the first line that applies of the list above.
 
         Args:
-            state: that of the stopped run, or None.
+            state: the state of the stopped run, or None.
             changed: settings of the plan that differ from those of the stopped run.
         """
         config = self.config

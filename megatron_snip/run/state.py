@@ -92,7 +92,7 @@ class ControllerState:
 
         Args:
             value: the dict.
-            source: its origin, for messages.
+            source: the dict's origin, for messages.
 
         Raises:
             UsageError: one line that names `source` and what is wrong.

@@ -71,7 +71,8 @@ class TrainingStep:
 
     Attributes:
         function: Megatron's schedule.
-        kwargs: its keyword arguments, with `data_iterator`, `model`, `num_microbatches`.
+        kwargs: keyword arguments of the schedule; `data_iterator`, `model` and
+            `num_microbatches` are among them.
     """
 
     function: ForwardBackward

@@ -82,7 +82,8 @@ class Operands(NamedTuple):
         grad_output: G [S, N], the same tokens.
         input_runs: X [R, K], runs of consecutive tokens that are complete tiles of wgrad.
         grad_output_runs: G [R, N / stride], the same tokens, every `stride`-th output feature.
-        amaxes: of all of X, W and G; None where no format has a scale per tensor.
+        amaxes: largest magnitudes of all of X, W and G; None where no format has a scale per
+            tensor.
     """
 
     input: Tensor

@@ -232,7 +232,7 @@ def _rule(
 
     Args:
         inner: torch's optimizer.
-        state: of the shard; an optimizer is known by what its state holds.
+        state: the shard's state; an optimizer is known by what its state holds.
         group: settings of the parameter's group.
         shape: shape of the complete parameter.
         is_complete: whether the shard is all of the parameter.

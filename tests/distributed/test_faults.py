@@ -25,7 +25,7 @@ from megatron_snip.linears.model import PlannedModel
 from megatron_snip.planning.plan import PrecisionPlan, assignment_digest
 from megatron_snip.planning.solver_process import SolverProcess
 from megatron_snip.reporting import run_directory
-from megatron_snip.reporting.events import Reporter
+from megatron_snip.reporting.events import Event
 from megatron_snip.reporting.run_directory import RunDirectory
 from megatron_snip.run import observation
 from megatron_snip.statistics import observer, reduce
@@ -177,15 +177,16 @@ def killed(values: dict[str, Any], phase: str) -> None:
 def _faulty_run(values: dict[str, Any], folder: Path) -> dict[str, Any]:
     faults = Faults(PLACES)
     outcomes: dict[str, Any] = {}
+    late = LateWriter()
     with layout({**NARROW, **values}) as trainer, faults.installed():
-        controller = trainer.controller(SNIP)
+        controller = trainer.controller(SNIP, writers=[late])
         initial = controller.plan.digest
         for fault in PLACES:
             outcomes[fault] = _strike(trainer, controller, faults, fault)
         kept, run = controller.plan.digest == initial, trainer.digests()
         steps = trainer.step
         healed = _healed(trainer, controller, faults)
-        full = _full_disk(trainer, controller, folder)
+        full = _full_disk(trainer, controller, late, folder)
         controller.close()
     with layout({**NARROW, **values}) as trainer:
         trainer.advance(steps)
@@ -211,12 +212,13 @@ def _strike(trainer: Trainer, controller: Any, faults: Faults, fault: str) -> di
 
 def _healed(trainer: Trainer, controller: Any, faults: Faults) -> dict[str, Any]:
     """A cycle that succeeds, though SIGTERM comes in every phase."""
-    with stop_requests(controller._control) as agreed:
+    control = controller.model.runtime.topology.control
+    with stop_requests(control) as agreed:
         faults.signals = True
         trainer.advance(2, controller)
         faults.signals = False
         stop_signal = agreed()
-    signalled = gather_json(faults.signalled, controller._control)
+    signalled = gather_json(faults.signalled, control)
     return {
         "history": list(controller.history),
         "digest": controller.plan.digest,
@@ -226,11 +228,24 @@ def _healed(trainer: Trainer, controller: Any, faults: Faults) -> dict[str, Any]
     }
 
 
-def _full_disk(trainer: Trainer, controller: Any, folder: Path) -> dict[str, Any]:
+class LateWriter:
+    """Passes events on, once it has a writer."""
+
+    writer: RunDirectory | None = None
+
+    def write(self, event: Event) -> None:
+        if self.writer is not None:
+            self.writer.write(event)
+
+    def close(self) -> None:
+        if self.writer is not None:
+            self.writer.close()
+
+
+def _full_disk(trainer: Trainer, controller: Any, late: LateWriter, folder: Path) -> dict[str, Any]:
     """A cycle in which rank 0 finds the disk full whenever the run's files are written."""
     if dist.get_rank() == 0:
-        files = RunDirectory(folder)
-        controller._reporter = Reporter([files, trainer.events])
+        late.writer = RunDirectory(folder)
     warned = len(trainer.warnings)
     full = OSError(errno.ENOSPC, "No space left on device")
     with (

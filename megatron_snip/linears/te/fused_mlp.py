@@ -36,7 +36,7 @@ class FusedMLP:
 
     Attributes:
         module: Megatron's.
-        names: its linears.
+        names: names of the two linears.
     """
 
     def __init__(

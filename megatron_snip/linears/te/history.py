@@ -44,7 +44,7 @@ def delayed_scales(module: Any, index: int = 0) -> Tensor | None:
 
     Args:
         module: a Transformer Engine linear.
-        index: of the expert, in a grouped linear.
+        index: which expert of a grouped linear.
     """
     if not _is_delayed(module):
         return None

@@ -23,7 +23,7 @@ def job_recipe(module: Any, name: str) -> TERecipe:
 
     Args:
         module: a Transformer Engine linear that SNIP has not touched.
-        name: of the linear, in which layers are counted over all pipeline stages.
+        name: name of the linear, in which layers are counted over all pipeline stages.
     """
     by_default = _default_recipe(module.config, name)
     params = getattr(module, "te_quant_params", None)

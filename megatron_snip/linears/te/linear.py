@@ -51,7 +51,7 @@ class RecipeTELinear:
 
     Attributes:
         planned_params: Megatron's TEQuantizationParams of the option.
-        stored: its weights where the job stores them quantized, or None.
+        stored: the weights, where the job stores them quantized, or None.
     """
 
     backend: Backend = "te"

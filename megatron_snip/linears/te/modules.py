@@ -168,8 +168,8 @@ def gather_refusal(module: Any, option: Option, recipe: TERecipe) -> str | None:
 
     Args:
         module: a Transformer Engine linear.
-        option: to run.
-        recipe: that runs the option.
+        option: the option that is to run.
+        recipe: the recipe that runs the option.
     """
     if not gathers_input(module) or recipe.fprop == recipe.wgrad:
         return None

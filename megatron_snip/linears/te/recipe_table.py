@@ -56,7 +56,7 @@ class Setting(NamedTuple):
     """An environment variable that changes what a recipe of Transformer Engine does.
 
     Attributes:
-        variable: its name.
+        variable: name of the variable.
         values: the values that change the recipe; any other value leaves it as it is.
         effect: what they do, as messages show it.
         changes: the fields of the recipe's `Format` that they change; None if the statistics cannot

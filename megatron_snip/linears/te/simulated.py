@@ -32,7 +32,7 @@ class SimulatedTELinear(SimulatedLinear):
     main_grad) is done by torch and Megatron's mappings.
 
     Attributes:
-        stored: its weights where the job stores them quantized, or None.
+        stored: the weights, where the job stores them quantized, or None.
         has_history: whether it runs delayed scaling, which is not simulated.
     """
 

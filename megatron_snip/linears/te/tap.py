@@ -60,9 +60,9 @@ def with_tap(
     Args:
         linear: what ran.
         observer: what makes the taps.
-        args: of the forward.
-        kwargs: of the forward.
-        result: of the forward.
+        args: positional arguments of the forward.
+        kwargs: keyword arguments of the forward.
+        result: what the forward returned.
     """
     if observer is None or not torch.is_grad_enabled():
         return result

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from megatron_snip.reporting.events import Event, Metrics, Notice
-from megatron_snip.reporting.writers import ScalarSeries
+from megatron_snip.reporting.scalars import ScalarSeries
 from tests.processes import ROOT
 from tests.unit.reporting.runs import Shape, applied, config, measurement_at, plan_from
 

@@ -33,7 +33,7 @@ def controller(fake: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     registry.install({"--snip"})
     controller = MagicMock()
     controller.metrics = StepMetrics(Topology())
-    controller.name_evaluation.return_value = "validation"
+    controller.evaluations.next_name.return_value = "validation"
     registry.session.controller = controller
     registry.session.graphs = Graphs(MagicMock())
     controller.forward_backward.side_effect = lambda iteration, function, **given: function(**given)
@@ -72,7 +72,7 @@ def test_an_evaluation_is_reported_once(fake: Any, controller: Any) -> None:
     assert fake.training.evaluate("step", "data", model="model") == expected
     names = [name for name, *_ in controller.mock_calls]
     entered = ["evaluation", "evaluation().__enter__", "evaluation().__exit__"]
-    assert names == ["name_evaluation", *entered, "end_evaluation"]
+    assert names == ["evaluations.next_name", *entered, "end_evaluation"]
     controller.evaluation.assert_called_once_with("validation")
     end_step(fake, 1)
     end_step(fake, 3)

@@ -17,13 +17,8 @@ from megatron_snip.errors import UsageError
 from megatron_snip.log import forget_warnings
 from megatron_snip.reporting import writers
 from megatron_snip.reporting.events import Event, Metrics, Notice, PlanApplied, Reporter
-from megatron_snip.reporting.writers import (
-    MEGATRON_LOGS,
-    ScalarSeries,
-    TensorBoardWriter,
-    WandbWriter,
-    start_wandb,
-)
+from megatron_snip.reporting.scalars import MEGATRON_LOGS, ScalarSeries
+from megatron_snip.reporting.writers import TensorBoardWriter, WandbWriter, start_wandb
 from tests.unit.reporting.runs import (
     Shape,
     applied,
