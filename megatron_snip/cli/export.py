@@ -273,17 +273,18 @@ def _torchtitan_filters(linears: Mapping[str, Option]) -> tuple[dict[str, Any], 
     """Return {converter: keyword arguments of its Config}, and a line for each replaced option.
 
     torchtitan and torchao convert a linear whose fully qualified name contains an entry of `fqns`
-    (mxfp8, nvfp4), or none of `filter_fqns` (float8). Converters without a linear are left out,
-    because an empty `fqns` would convert every linear. Output layer and routers are never planned.
+    (all converters but float8), or none of `filter_fqns` (float8). Converters without a linear are
+    left out, because an empty `fqns` would convert every linear. Output layer and routers are never
+    planned.
     """
     converters, changes = _renamed(linears, 0, "layers")
+    used = {converter for converter in converters.values() if converter is not None}
     lists = {}
-    for converter in ("mxfp8", "nvfp4"):
-        names = [name for name, other in converters.items() if other == converter]
-        if names:
-            lists[converter] = {"fqns": names}
-    if "float8" in converters.values():
-        names = [name for name, other in converters.items() if other != "float8"]
+    for converter in sorted(used - {"float8"}):
+        names = [name for name, own in converters.items() if own == converter]
+        lists[converter] = {"fqns": names}
+    if "float8" in used:
+        names = [name for name, own in converters.items() if own != "float8"]
         lists["float8"] = {"filter_fqns": [*names, "output", "lm_head", "router.gate"]}
     return lists, changes
 

@@ -4,7 +4,7 @@ controller    the order of an iteration: apply a due plan, observe, run under th
 schedule      which iterations measure, and when a new target may be planned for
 observation   one measurement, from the first part of the linears to the planning problem
 plans         which plan a run starts with, or resumes with
-fitting       plans and problems from elsewhere, made to fit the settings and linears of this run
+fitting       plans and problems of another run, made to fit the settings and linears of this one
 feasibility   settings that no plan satisfies, and the default target that one can reach
 plan_file     a plan file that contradicts other settings, or ran by other recipes
 healing       the order in which GEMMs return to high precision
@@ -12,7 +12,7 @@ solve         the problem that rank 0's solver works on
 guard         runs an iteration, again under another plan if the loss demands it
 loss_monitor  which loss is a spike, and whether the plan is to blame
 step          the forward-backward call itself: its data, loss and gradients
-evaluation    what the plan costs: each microbatch under the plan and again in BF16
+evaluation    how evaluations are called, in which precision they run, what the plan costs them
 alerts        linears beyond the thresholds of `--snip-alert`
 metrics       one iteration's loss, gradient norm, learning rate and speed
 state         what a checkpoint keeps: {owner: state}

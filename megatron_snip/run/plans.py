@@ -90,7 +90,7 @@ class RunPlans:
         config: the settings; without a target of the user's, with the highest that is reachable.
         available: what the linears can run.
         work: (stage, FLOPs per token) by linear.
-        fitting: makes plans and problems from elsewhere fit.
+        fitting: makes plans and problems of another run fit.
         targets: the efficiency target of every iteration.
     """
 

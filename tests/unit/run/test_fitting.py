@@ -1,4 +1,4 @@
-"""Plans from elsewhere, changed to what the linears and the settings of a run allow."""
+"""Plans of another run, changed to what the linears and the settings of this one allow."""
 
 from typing import Any
 
