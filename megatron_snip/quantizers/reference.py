@@ -137,7 +137,10 @@ def quantize_dequantize(
                 at = _tile_indices(rows, block[0]), slice(None), _tile_indices(cols, block[1])
                 encode, decode = (scale[at] for scale in scales)
             torch.mul(source, encode, out=y)
-            y.clamp_(-element.max_value, element.max_value)
+            # A scale of the tile alone makes its largest magnitude `max` up to two roundings of
+            # FP32. Rounding to the grid takes these out, with every draw: no clamp is needed.
+            if fmt.needs_tensor_number:
+                y.clamp_(-element.max_value, element.max_value)
             round_in_place(y, element, scratch, bits)
             torch.mul(y, decode, out=result)
     return out
@@ -316,7 +319,7 @@ def round_in_place(
     """Round `y` to the element type's grid, in place; NaN stays NaN, zeros come out as +0.
 
     Args:
-        y: FP32 numbers within [-max_value, max_value], or NaN; overwritten.
+        y: FP32 numbers within [-max_value, max_value] up to two roundings, or NaN; overwritten.
         element: The element type whose grid is rounded to.
         scratch: Memory of y's shape, int32; overwritten.
         bits16: Random numbers of y's shape, int16, uniform over all 65536 values, for stochastic

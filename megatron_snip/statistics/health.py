@@ -108,7 +108,7 @@ class HealthSums:
         assert fmt.element is not None
         if operand not in self._nonzero:
             self._nonzero[operand] = x.bool()  # much faster than eq(0)
-        self._zeroed.append((self._nonzero[operand] > quantized.bool()).sum())
+        self._zeroed.append(torch.count_nonzero(self._nonzero[operand] > quantized.bool()))
         if fmt.scale in _CAN_SATURATE:
             limit = scale * (fmt.element.max_value * _SCALE_ROUNDING)
             self._saturated.append((tile_magnitudes(x, block) > limit).sum())

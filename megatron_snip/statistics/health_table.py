@@ -1,9 +1,11 @@
 """What is known of the observed linears' health: values, their order, and a file's schema."""
 
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from statistics import median
 from typing import Any, NamedTuple, Self
+
+from pydantic_core import to_jsonable_python
 
 from megatron_snip.config import HealthMeasure
 from megatron_snip.files import Label, read_record
@@ -94,7 +96,7 @@ class HealthTable:
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain built-in types, with the schema's version."""
-        return {"version": SCHEMA_VERSION, **asdict(self)}
+        return {"version": SCHEMA_VERSION, **to_jsonable_python(self)}
 
     @classmethod
     def from_dict(cls, value: Any, source: str = "health file") -> Self:

@@ -178,12 +178,11 @@ class StepObserver:
             prepare_input=prepare_input,
             delayed_scales=delayed_scales,
         )
-        with torch.no_grad(), self._timed():
+        with self._measuring():
             samples = self._samples(call, input.detach())
 
         def on_backward(grad: Tensor) -> None:
-            # The CPU patch looks at every call of torch in Python; here is nothing to redirect.
-            with torch.no_grad(), self._timed(), torch._C.DisableTorchFunction():
+            with self._measuring():
                 flat = grad.detach().reshape(-1, grad.shape[-1])
                 for sample in samples:
                     self._measure(call, sample, flat)
@@ -199,14 +198,17 @@ class StepObserver:
     ) -> tuple[StatisticsTable, HealthTable]:
         """All ranks: add up over ranks; see `reduce_sums` for arguments and errors."""
         control = self._topology.control
-        with self._timed():
+        with self._measuring():
             return reduce_sums(self._own, self._settings, linears, grad_scale, loss, norms, control)
 
     @contextmanager
-    def _timed(self) -> Iterator[None]:
+    def _measuring(self) -> Iterator[None]:
+        """Count the seconds of the block; it makes no gradients."""
         begin = time.perf_counter()
         try:
-            yield
+            # The CPU patch looks at every call of torch in Python; here is nothing to redirect.
+            with torch.no_grad(), torch._C.DisableTorchFunction():
+                yield
         finally:
             self.seconds += time.perf_counter() - begin
 

@@ -10,6 +10,8 @@ import math
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple, Self, TypeVar
 
+from pydantic_core import to_jsonable_python
+
 from megatron_snip.files import read_record
 from megatron_snip.topology import LinearInfo
 
@@ -116,7 +118,7 @@ class StatisticsTable:
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain built-in types, with the schema's version."""
-        return {"version": SCHEMA_VERSION, **dataclasses.asdict(self)}
+        return {"version": SCHEMA_VERSION, **to_jsonable_python(self)}
 
     @classmethod
     def from_dict(cls, value: dict[str, Any]) -> Self:

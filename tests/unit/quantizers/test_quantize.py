@@ -13,6 +13,7 @@ import torch
 from scipy.linalg import hadamard
 
 from megatron_snip.formats import E2M0, E2M1, E4M3, E5M2, FORMATS
+from megatron_snip.quantizers import reference
 from megatron_snip.quantizers.quantize import (
     hadamard_matrix,
     is_stochastic,
@@ -23,7 +24,7 @@ from megatron_snip.quantizers.quantize import (
     quantize_dequantize_pair,
     rotated,
 )
-from megatron_snip.quantizers.reference import round_in_place
+from megatron_snip.quantizers.reference import round_in_place, tile_amaxes, tile_scales
 from megatron_snip.quantizers.stochastic import StochasticStream, StreamKey
 from megatron_snip.types import GEMM_OPERANDS, Gemm, Operand
 from tests.unit.quantizers import oracle
@@ -65,6 +66,19 @@ def test_scales_at_the_edge_of_a_power_of_two(fmt):
     above = torch.nextafter(edge, torch.tensor(np.inf))
     for x in (edge, above):
         assert agrees(x[:, None] * torch.linspace(1.0, 0.01, 16), fmt, (1, fmt.tile))
+
+
+@each_format
+@pytest.mark.parametrize("bits", [-(2**15), 2**15 - 1])
+def test_no_draw_lifts_the_largest_magnitude_above_the_largest_value(fmt, bits):
+    """Its scaled magnitude can exceed the largest value by the scale's rounding."""
+    if fmt.needs_tensor_number:
+        pytest.skip("such elements are clamped")
+    x = torch.linspace(1.0, 2.0, 20_001)[:, None] * torch.tensor([[1.0, -1.0]])
+    _, decode = tile_scales(tile_amaxes(x, (1, 1)), fmt)
+    drawn = torch.full(x.shape, bits, dtype=torch.int16)
+    out = reference.quantize_dequantize(x, fmt, (1, 1), bits16=drawn)
+    assert (out.abs() <= fmt.element.max_value * decode.view(x.shape)).all()
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
