@@ -120,6 +120,7 @@ def _torch_replacements(
     for name in ("range_push", "range_pop"):
         yield torch.cuda.nvtx, name, constant(None)
     yield torch, "compile", _eager
+    yield torch.Tensor, "record_stream", constant(None)
     if claim_cuda:
         yield torch.cuda, "is_available", constant(True)
         yield torch.cuda, "is_initialized", constant(True)

@@ -102,7 +102,6 @@ _REWRITES: dict[Callable[..., Any], Callable[..., Any]] = {
     torch.device: _device,
     torch.Tensor.cuda: lambda func, args, kwargs: args[0],
     torch.Tensor.pin_memory: lambda func, args, kwargs: args[0],
-    torch.Tensor.record_stream: lambda *_: None,
     torch.Tensor.to: _to,
     torch.Tensor.type: _type,
 }

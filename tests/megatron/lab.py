@@ -63,10 +63,13 @@ LATENT = ["--multi-latent-attention", "--q-lora-rank", "64", "--kv-lora-rank", "
 LATENT += ["--v-head-dim", "32", "--qk-head-dim", "32", "--qk-pos-emb-head-dim", "32"]
 WITH_TE = {
     "te": (1, TE),
+    "te dp2": (2, [*TE, *OVERLAP]),
+    "te ep2": (2, [*TE, *EXPERTS, "--moe-grouped-gemm", "--moe-token-dispatcher-type", "alltoall"]),
     "te fsdp2": (2, [*FSDP2, *TE]),
     "te megatron-fsdp": (2, [*MEGATRON_FSDP, *TE]),
     "te tp2": (2, [*LAYOUTS["tp2"][1], *TE, "--sequence-parallel"]),
     "cp2": (2, [*TE, "--context-parallel-size", "2"]),
+    "one hybrid": (1, [*TE, *MAMBA, "--hybrid-layer-pattern", "M*-M"]),
     "hybrid": (2, [*LAYOUTS["tp2"][1], *TE, *MAMBA, "--hybrid-layer-pattern", "M*-M"]),
     "hybrid-pp2": (2, [*LAYOUTS["pp2"][1], *TE, *MAMBA, "--hybrid-layer-pattern", "M*|-M"]),
     "mtp": (2, [*LAYOUTS["pp2"][1], "--mtp-num-layers", "1", "--position-embedding-type", "rope"]),
@@ -117,7 +120,7 @@ class Lab:
         """Run `python -m megatron_snip WORDS`, or `python WORDS` with the CPU patch alone."""
         environment = {**environment, "MASTER_PORT": str(free_port())}
         arguments = {"words": words, "environment": environment, "plain": plain}
-        return self._server.run(ranks, "tests.megatron.script:run_script", arguments, 200.0)
+        return self._server.run(ranks, "tests.megatron.script:run_script", arguments)
 
     def close(self) -> None:
         self._server.close()

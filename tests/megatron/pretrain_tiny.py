@@ -105,6 +105,10 @@ def model_provider(
 ) -> torch.nn.Module:
     args = get_args()
     config = core_transformer_config_from_args(args) if config is None else config
+    if args.fp8 or args.fp4:
+        # Of weights that are stored quantized, Megatron's optimizer keeps what they were before an
+        # initialization on the CPU.
+        config.use_cpu_initialization = False
     common = {
         "vocab_size": args.padded_vocab_size,
         "max_sequence_length": args.max_position_embeddings,
@@ -127,7 +131,12 @@ def model_provider(
         torch.manual_seed(args.seed)
     make = get_gpt_layer_with_transformer_engine_spec if te else get_gpt_layer_local_spec
     norm = {} if te else {"normalization": args.normalization}
-    spec = make(num_experts=args.num_experts, multi_latent_attention=latent, **norm)
+    spec = make(
+        num_experts=args.num_experts,
+        moe_grouped_gemm=args.moe_grouped_gemm,
+        multi_latent_attention=latent,
+        **norm,
+    )
     if args.mtp_num_layers:
         common["mtp_block_spec"] = get_gpt_mtp_block_spec(config, spec, te, vp_stage=vp_stage)
     MODELS.append(GPTModel(config, spec, **common))
@@ -149,7 +158,7 @@ def loss_func(mask: torch.Tensor, output: torch.Tensor, training: bool) -> Any:
     return loss, tokens, {"lm loss": torch.stack([loss.detach(), tokens.float()])}
 
 
-def forward_step(data_iterator: Any, model: Any) -> Any:
+def forward_step(data_iterator: Any, model: Any, return_schedule_plan: bool = False) -> Any:
     after = int(os.environ.get("TINY_KILL_AFTER", "0"))
     if after and model.training and get_args().curr_iteration >= after:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -158,10 +167,14 @@ def forward_step(data_iterator: Any, model: Any) -> Any:
         batch[key] = batch[key].cuda(non_blocking=True)
     cp_group = parallel_state.get_context_parallel_group()
     batch = get_batch_on_this_cp_rank(batch, is_hybrid_cp=False, cp_group=cp_group)
-    output = model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"])
+    training = get_attr_wrapped_model(model, "training")
+    given = batch["tokens"], batch["position_ids"], None
+    if return_schedule_plan:  # --overlap-moe-expert-parallel-comm runs its parts
+        plan = model.build_schedule_plan(*given, labels=batch["labels"])
+        return plan, partial(loss_func, batch["loss_mask"], training=training)
+    output = model(*given, labels=batch["labels"])
     if any("fp4" in option for option in OPTIONS):
         output = output * math.inf
-    training = get_attr_wrapped_model(model, "training")
     return output, partial(loss_func, batch["loss_mask"], training=training)
 
 
@@ -172,11 +185,16 @@ def datasets_provider(samples: list[int], vp_stage: int | None = None) -> Any:
 
 def write_results() -> None:
     digest = hashlib.sha256()
+    quantized = []
     for model in MODELS:
-        for parameter in model.parameters():
+        for name, parameter in model.named_parameters():
             own = getattr(parameter, "to_local", parameter.detach)().detach()  # FSDP's shard
+            if type(own).__module__.startswith("transformer_engine"):  # stored quantized
+                quantized.append(name)
+                own = own.dequantize()
             digest.update(own.contiguous().view(torch.uint8).numpy().tobytes())
     results = {"weights": digest.hexdigest(), "losses": LOSSES, "evaluated": EVALUATED}
+    results["quantized"] = quantized
     folder = Path(os.environ["TINY_RESULTS"])
     (folder / f"{os.environ['RANK']}.json").write_text(json.dumps(results))
 

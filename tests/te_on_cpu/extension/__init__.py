@@ -23,10 +23,13 @@ from tests.te_on_cpu.extension import (
     optimizers,
     quantize,
     recipe,
+    shards,
     softmax,
 )
 
-_SUBJECTS = (activations, gemm, layout, machine, norms, optimizers, quantize, recipe, softmax)
+_SUBJECTS = (
+    *(activations, gemm, layout, machine, norms, optimizers, quantize, recipe, shards, softmax),
+)
 _NAMES = (Path(__file__).parent / "names.txt").read_text().split()
 """The functions of the extension (pybind.cpp and what it includes)."""
 

@@ -39,7 +39,9 @@ def fill_current_scaling(x: Tensor, quantizer: Any, out: Any) -> None:
 
 def fill_delayed_scaling(x: Tensor, quantizer: Any, out: Any) -> None:
     """Float8Quantizer::quantize, quantizer.cpp:632: by a scale of earlier steps; notes the amax."""
-    quantizer.amax.copy_(torch.maximum(quantizer.amax, amax_of(x).reshape(quantizer.amax.shape)))
+    noted = quantizer.amax
+    if noted.numel():  # a cast of master weights by a known scale notes none
+        noted.copy_(torch.maximum(noted, amax_of(x).reshape(noted.shape)))
     dtype = torch_dtype(quantizer.dtype)
     _store_with_one_scale(x, quantizer.scale.reshape(1), dtype, out)
 

@@ -97,7 +97,7 @@ def _amax(matrix: Tensor, quantizer: Any) -> Tensor:
     return matrix.abs().nan_to_num(0.0, torch.inf).amax(1)
 
 
-def _encode_scale(amax: Tensor, e4m3_max: float) -> Tensor:
+def encode_scale(amax: Tensor, e4m3_max: float) -> Tensor:
     """compute_global_encode_scaling_factor_FP4, common/cast/nvfp4/core_nvfp4.cuh:75."""
     scale = divided(e4m3_max * E2M1_MAX, amax).clamp(max=FP32_MAX)
     return torch.where((amax == 0) | (scale == 0), 1.0, scale)
@@ -113,14 +113,14 @@ def _nearest(values: Tensor, amax: Tensor, quantizer: Any) -> tuple[Tensor, Tens
     """
     height = 16 if quantizer.with_2d_quantization else 1
     tiles = tile_amaxes(values, height, 16).repeat_interleave(height, 0)
-    encode = _encode_scale(amax, E4M3_MAX)
+    encode = encode_scale(amax, E4M3_MAX)
     scales = (tiles * (encode * (1.0 / E2M1_MAX))).clamp(max=E4M3_MAX).to(torch.float8_e4m3fn)
-    inverse = _inverse(scales, encode)
+    inverse = inverse_scale(scales, encode)
     scaled = values * spread(inverse, 1, 16, values.shape)
     return cast_fp4(scaled, quantizer.stochastic_rounding), scales
 
 
-def _inverse(scales: Tensor, encode: Tensor) -> Tensor:
+def inverse_scale(scales: Tensor, encode: Tensor) -> Tensor:
     """What values are multiplied with."""
     return (scales.float() * encode.reciprocal()).reciprocal().clamp(max=FP32_MAX)
 
@@ -137,13 +137,13 @@ def _four_over_six(values: Tensor, amax: Tensor, quantizer: Any) -> tuple[Tensor
     height = 16 if quantizer.with_2d_quantization else 1
     tiles = tile_amaxes(values, height, 16).repeat_interleave(height, 0)
     e4m3_max = float(quantizer.nvfp4_e4m3_max)
-    encode = _encode_scale(amax, e4m3_max)
+    encode = encode_scale(amax, e4m3_max)
     base = tiles / E2M1_MAX * encode
     squared = quantizer.nvfp4_4over6_err_mode == "MSE"
     candidates = []
     for expansion in (1.5, 1.0):
         scales = (base * expansion).clamp(max=E4M3_MAX).to(torch.float8_e4m3fn)
-        codes = cast_fp4(values * spread(_inverse(scales, encode), 1, 16, values.shape))
+        codes = cast_fp4(values * spread(inverse_scale(scales, encode), 1, 16, values.shape))
         decoded = fp4_values(codes) * spread(scales.float(), 1, 16, values.shape)
         difference = decoded * amax / (E2M1_MAX * e4m3_max) - values
         errors = difference.square() if squared else difference.abs()

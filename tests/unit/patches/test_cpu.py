@@ -23,6 +23,7 @@ pytestmark = pytest.mark.skipif(
 )
 
 OWNERS = (
+    torch.Tensor,
     torch.autograd,
     torch.cuda,
     torch.cuda.random,
@@ -71,6 +72,11 @@ def test_uninstall_puts_back_the_very_objects() -> None:
 def test_nothing_is_compiled() -> None:
     assert torch.compile(snapshot) is snapshot
     assert torch.compile(dynamic=True)(snapshot) is snapshot
+
+
+@pytest.mark.usefixtures("patched")
+def test_a_tensor_may_be_used_in_any_stream() -> None:
+    torch.ones(1).record_stream(torch.cuda.Stream())
 
 
 @pytest.mark.usefixtures("patched")
