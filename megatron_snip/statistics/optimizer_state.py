@@ -79,7 +79,8 @@ class Shard:
         if found is None:
             return None
         d, update = found
-        return d.reshape(-1), update.reshape(-1)
+        device = self.parameter.device  # Megatron's --optimizer-cpu-offload has moments elsewhere
+        return d.reshape(-1).to(device), update.reshape(-1).to(device)
 
 
 def _adam(shard: Shard) -> tuple[Tensor, Tensor] | None:

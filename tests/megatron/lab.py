@@ -69,7 +69,7 @@ WITH_TE = {
     "te megatron-fsdp": (2, [*MEGATRON_FSDP, *TE]),
     "te tp2": (2, [*LAYOUTS["tp2"][1], *TE, "--sequence-parallel"]),
     "cp2": (2, [*TE, "--context-parallel-size", "2"]),
-    "one hybrid": (1, [*TE, *MAMBA, "--hybrid-layer-pattern", "M*-M"]),
+    "one hybrid": (1, [*TE, *MAMBA, *OVERLAP, "--hybrid-layer-pattern", "M*-M"]),
     "hybrid": (2, [*LAYOUTS["tp2"][1], *TE, *MAMBA, "--hybrid-layer-pattern", "M*-M"]),
     "hybrid-pp2": (2, [*LAYOUTS["pp2"][1], *TE, *MAMBA, "--hybrid-layer-pattern", "M*|-M"]),
     "mtp": (2, [*LAYOUTS["pp2"][1], "--mtp-num-layers", "1", "--position-embedding-type", "rope"]),

@@ -125,6 +125,13 @@ def test_a_second_moment_of_zero_stays_finite() -> None:
     assert d.isfinite().all() and update.isfinite().all()
 
 
+def test_offloaded_moments_come_to_the_device_of_the_weight() -> None:
+    """`--optimizer-cpu-offload`; `meta` stands for a GPU."""
+    param, optimizer, _ = trained(3)
+    shard = replace(optimizer_shards(optimizer)[param], parameter=param.to("meta"))
+    assert {x.device.type for x in d_and_update(shard)} == {"meta"}
+
+
 def test_the_state_of_fused_adam_counts_steps_in_the_group() -> None:
     param, optimizer, _ = trained(4)
     wanted = optimizer_shards(optimizer)[param]
