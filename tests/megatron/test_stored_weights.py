@@ -1,0 +1,44 @@
+"""Weights that Megatron's optimizers store quantized, on two ranks: DDP's and Megatron-FSDP's."""
+
+import pytest
+
+from tests.megatron.lab import COLLECT_ONLY, SNIP, Lab, applied_plans, logged, weights
+
+MXFP8 = ["--fp8-format", "e4m3", "--fp8-recipe", "mxfp8"]
+TENSORWISE = ["--fp8-format", "hybrid", "--fp8-recipe", "tensorwise"]
+STORED = "--fp8-param-gather"
+GATHERED_BF16 = [*MXFP8, STORED, "--reuse-grad-buf-for-mxfp8-param-ag"]
+JOBS = {
+    "mxfp8, gathered in BF16": ("te dp2", GATHERED_BF16),
+    "mxfp8, FSDP": ("te megatron-fsdp", [*MXFP8, STORED]),
+    "tensorwise, FSDP": ("te megatron-fsdp", [*TENSORWISE, STORED]),
+}
+SMALL = ["--num-layers", "2"]
+SHORT = [*SMALL, "--train-iters", "4"]
+"""Measured in iteration 3; iteration 4 shows whether that left a trace."""
+PLANS = [*SMALL, "--train-iters", "6", *SNIP]
+"""A plan runs from iteration 5 on."""
+UNCLIPPED = ["--clip-grad", "0"]
+"""The norm of all gradients is added up in the order of buckets, and stored weights have others."""
+
+
+@pytest.mark.parametrize("job", JOBS)
+def test_measuring_changes_no_bit(te_lab: Lab, job: str) -> None:
+    layout, flags = JOBS[job]
+    plain = te_lab.run(layout, [*flags, *SHORT])
+    collected = te_lab.run(layout, [*flags, *SHORT, *COLLECT_ONLY])
+    assert weights(collected) == weights(plain)
+    assert logged(collected) == logged(plain)
+    assert logged(collected, "grad norm") == logged(plain, "grad norm")
+    assert [path.name for path in (collected.output / "problems").iterdir()] == ["3.json"]
+
+
+def test_a_plan_runs_on_exact_weights_where_megatron_gathers_bf16(te_lab: Lab) -> None:
+    """Bit by bit as in a job that stores BF16 weights: the same plan, the same losses."""
+    formats = ["--snip-formats", "bf16,fp8,fp4"]
+    stored = te_lab.run("te dp2", [*GATHERED_BF16, *UNCLIPPED, *PLANS, *formats])
+    truth = te_lab.run("te dp2", [*MXFP8, *UNCLIPPED, *PLANS, *formats])
+    assert [result["losses"] for result in stored.finished()] == [
+        result["losses"] for result in truth.finished()
+    ]
+    assert applied_plans(stored) == applied_plans(truth) == [5]
