@@ -6,6 +6,7 @@ Every package is imported, so that an installation that is broken shows its erro
 import argparse
 import importlib
 import logging
+import warnings
 from importlib.util import find_spec
 
 from megatron_snip.cli.common import new_table
@@ -34,6 +35,7 @@ def run(args: argparse.Namespace) -> int:
     """Print what was found; return 0, or 1 if a package that SNIP needs cannot be imported."""
     for name in ("megatron", "torch"):  # what they tell of themselves as they are imported
         logging.getLogger(name).setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore", module=r"megatron\.")  # that Transformer Engine is missing
     out = console()
     errors: dict[str, str] = {}
     table = new_table(("", "found"))

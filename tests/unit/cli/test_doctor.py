@@ -70,7 +70,7 @@ def test_a_broken_installation_is_shown_with_its_error(package: str, tmp_path: P
     (tmp_path / package).mkdir()
     (tmp_path / package / "__init__.py").write_text("raise ImportError('libx.so.9: no such file')")
     path = os.pathsep.join([str(tmp_path), str(ROOT)])
-    done = run_python("-m", "megatron_snip", "doctor", PYTHONPATH=path)
+    done = run_python("-m", "megatron_snip", "doctor", PYTHONPATH=path, PYTHONWARNINGS="")
     assert (done.returncode, done.stderr) == (status, "")
     output = " ".join(done.stdout.split())
     assert "cannot be imported: ImportError: libx.so.9: no such file" in output
