@@ -142,7 +142,7 @@ def test_the_same_run_gives_the_same_page_and_a_young_one_names_what_is_missing(
     assert "No plan was applied yet." in text and "The run has made no refresh." in text
     assert "simulated" not in text
     alone = make_report(read_run(folder / "a<b>&\"'run"))
-    assert "give --reference, a run in BF16" in alone and "give --reference" not in text
+    assert "needs a run in BF16 (--reference)" in alone and "(--reference)" not in text
 
 
 def test_the_gap_is_the_mean_over_the_last_tenth(folder: Path, tmp_path: Path) -> None:
