@@ -9,7 +9,14 @@ import re
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, Self, cast, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 
 from megatron_snip.errors import UsageError, did_you_mean, naming_field
 from megatron_snip.files import checked
@@ -70,6 +77,16 @@ class Section(BaseModel):
     model_config = ConfigDict(
         frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False
     )
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _refuse_empty_path(cls, value: Any, info: ValidationInfo) -> Any:
+        """Refuse what a shell makes of a variable that is not set: '' would be this folder."""
+        name = str(info.field_name)
+        annotation = cls.model_fields[name].annotation
+        if value == "" and Path in (annotation, *get_args(annotation)):
+            raise UsageError("the path is empty; name one, or leave the setting out", field=name)
+        return value
 
     @field_validator("*")
     @classmethod

@@ -139,15 +139,18 @@ def read_yaml(path: Path) -> dict[str, Any]:
 
 def _check_shape(text: str, source: str) -> None:
     """Refuse what costs far more time or memory than its length says, before it is built."""
-    depth = aliases = 0
+    aliases = 0
+    anchors: list[str | None] = []  # of the collections that are open
     for event in yaml.parse(text, Loader=_UniqueKeys):
         if isinstance(event, yaml.CollectionStartEvent):
-            depth += 1
+            anchors.append(event.anchor)
         elif isinstance(event, yaml.CollectionEndEvent):
-            depth -= 1
+            anchors.pop()
         elif isinstance(event, yaml.AliasEvent):
             aliases += 1
-        if depth > _MAX_DEPTH:
+            if event.anchor in anchors:
+                raise UsageError(f"{source}: '*{shortened(event.anchor, 80)}' contains itself")
+        if len(anchors) > _MAX_DEPTH:
             raise UsageError(f"{source} is nested deeper than {_MAX_DEPTH} levels")
         if aliases > _MAX_ALIASES:
             raise UsageError(f"{source} has more than {_MAX_ALIASES} aliases")

@@ -1,12 +1,17 @@
 """`megatron-snip doctor`: what this machine can run, and the command line to use on it.
 
-Every package is imported, so that an installation that is broken shows its error.
+Every package is imported, so that an installation that is broken shows its error. A child process
+imports them, since a library of a package may end the process that loads it.
 """
 
 import argparse
 import importlib
+import json
 import logging
+import os
+import signal
 import warnings
+from collections.abc import Sequence
 from importlib.util import find_spec
 
 from megatron_snip.cli.common import new_table
@@ -39,8 +44,10 @@ def run(args: argparse.Namespace) -> int:
     out = console()
     errors: dict[str, str] = {}
     table = new_table(("", "found"))
-    for name, version in versions().items():
-        error = import_error(MODULES[name]) if name in MODULES else None
+    found = versions()
+    found_errors = import_errors([name for name in found if name in MODULES])
+    for name, version in found.items():
+        error = found_errors.get(name)
         if error is not None:
             errors[name] = error
         broken = "" if error in (None, "") else f"; cannot be imported: {error}"
@@ -59,12 +66,42 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
+def import_errors(packages: Sequence[str]) -> dict[str, str | None]:
+    """Return what `import_error` finds of each package; child processes import them."""
+    found: dict[str, str | None] = {}
+    while len(found) < len(packages):
+        left = packages[len(found) :]
+        lines, status = _in_child(left)
+        found |= dict(zip(left, map(json.loads, lines), strict=False))
+        if len(lines) < len(left):
+            found[left[len(lines)]] = f"its import ends the process ({status})"
+    return found
+
+
+def _in_child(packages: Sequence[str]) -> tuple[list[str], str]:
+    """Import packages in a child; return a line of JSON for each, and how the child ended."""
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            for name in packages:
+                line = json.dumps(import_error(MODULES[name])) + "\n"
+                os.write(writer, line.encode())
+        finally:
+            os._exit(0)
+    os.close(writer)
+    with open(reader, encoding="utf-8") as lines:
+        answers = lines.read().splitlines()
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    return answers, signal.Signals(-code).name if code < 0 else f"exit status {code}"
+
+
 def import_error(module: str) -> str | None:
     """Return why a module cannot be imported, '' if it is not installed, or None if it can."""
     try:
         if find_spec(module.partition(".")[0]) is None:
             return ""
         importlib.import_module(module)
-    except Exception as error:  # whatever its import does
+    except (Exception, SystemExit) as error:  # whatever its import does
         return f"{type(error).__name__}: {one_line(error)}"
     return None

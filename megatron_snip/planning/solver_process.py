@@ -13,7 +13,8 @@ A failure of the child (crash, hang, invalid reply) is an exception of `result` 
 the next `submit` starts a new one. Used on rank 0 only, from one thread.
 
 The child is `python -m megatron_snip.planning.solver_process PARENT_PID`. It has a low priority,
-ignores SIGINT (the trainer handles Ctrl-C) and exits with its parent, even during a solve.
+ignores SIGINT (the trainer handles Ctrl-C) and exits with its parent, even during a solve. Where
+the machine runs out of memory, Linux ends the child before any rank.
 
 Each message is one line of JSON:
 
@@ -54,6 +55,9 @@ _PARENT_CHECK_S = 1.0
 
 NICENESS = 10
 """Added to the niceness of the child, which lowers its priority."""
+
+OOM_SCORE = 1000
+"""The child's `oom_score_adj`: the first process that the kernel ends for its memory."""
 
 _ERRORS = {error.__name__: error for error in (InfeasiblePlanError, UsageError, PlanningError)}
 """Errors of the child that have the same class in `result`."""
@@ -252,6 +256,8 @@ def serve(parent: int) -> None:
     """In the child: answer requests until stdin ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.nice(NICENESS)
+    with contextlib.suppress(OSError):  # not Linux
+        Path("/proc/self/oom_score_adj").write_text(f"{OOM_SCORE}\n")
     # The end of stdin is not seen during a solve, nor while another child of the parent holds a
     # copy of the pipe (data loader workers made by fork do).
     threading.Thread(target=_exit_with_parent, args=(parent,), daemon=True).start()

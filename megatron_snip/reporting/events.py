@@ -1,7 +1,8 @@
 """Events that the controller reports, and the writers that record them.
 
 Within an iteration the order is: `PlanApplied`, `Measurement`, `Notice` where something unusual
-happened, and `Metrics` at the end. Iterations are Megatron's (1-based).
+happened, and `Metrics` at the end. `Settings` comes before all of them, if at all. Iterations are
+Megatron's (1-based).
 """
 
 import logging
@@ -100,7 +101,18 @@ class Metrics:
     is_addition: bool = False
 
 
-Payload = PlanApplied | Measurement | Notice | Metrics
+@dataclass(frozen=True)
+class Settings:
+    """The run follows other settings than its writers were made with.
+
+    Attributes:
+        values: SNIP's settings as plain values, with the target that the linears can reach.
+    """
+
+    values: dict[str, Any]
+
+
+Payload = PlanApplied | Measurement | Notice | Metrics | Settings
 
 
 @dataclass(frozen=True)

@@ -37,7 +37,8 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import IO, Any, Literal
 
@@ -49,7 +50,14 @@ from megatron_snip.files import parse_json, without_nan, write_atomic
 from megatron_snip.output import yaml_text
 from megatron_snip.planning.plan import write_plan
 from megatron_snip.planning.problem import write_problem
-from megatron_snip.reporting.events import Event, Measurement, Metrics, Notice, PlanApplied
+from megatron_snip.reporting.events import (
+    Event,
+    Measurement,
+    Metrics,
+    Notice,
+    PlanApplied,
+    Settings,
+)
 from megatron_snip.version import versions
 
 logger = logging.getLogger(__name__)
@@ -72,20 +80,26 @@ class RunDirectory:
         self.path = path
         self._release = release
         path.mkdir(parents=True, exist_ok=True)
+        self._settings: dict[str, Any] = {}
         self._metrics: IO[str] | None = None
         self._row: dict[str, Any] = {}
+        self._row_at = 0  # the iteration that it belongs to
         self._last_row: dict[str, Any] = {}
         self._last_row_start = 0  # the place in the file, in bytes
         self._last_row_at = time.perf_counter()
 
     def start(self, config: dict[str, Any]) -> None:
         """Write config.yaml and versions.json."""
+        self._settings = config
         write_atomic(self.path / "config.yaml", yaml_text(config))
         write_atomic(self.path / "versions.json", json.dumps(versions(), indent=1) + "\n")
 
     def write(self, event: Event) -> None:
         """Write an event's files; keep what belongs to the iteration's line until it ends."""
+        self._row_at = event.iteration
         match event.payload:
+            case Settings(values):
+                self.start({**self._settings, "snip": values})
             case Measurement() as measured:
                 self._row["refresh_s"] = measured.seconds
                 table = divergences_dict(measured.divergences)
@@ -130,14 +144,33 @@ class RunDirectory:
             stream.truncate()
 
     def close(self) -> None:
-        """Sync, close and release the lock; a second call does nothing."""
+        """Sync, close and release the lock; a second call does nothing.
+
+        A job that ends within an iteration leaves its notices, which may say why, in a row.
+        """
+        with ExitStack() as stack:
+            stack.callback(self._release)
+            stack.callback(self._close_metrics)
+            if "notices" in self._row and self._row_at > self._last_iteration():
+                self.append_metrics({"iteration": self._row_at, **self._row})
+            self._row = {}
+
+    def _close_metrics(self) -> None:
+        if self._metrics is None:
+            return
         try:
-            if self._metrics is not None:
-                with self._metrics:
-                    self._sync()
+            with self._metrics:
+                self._sync()
         finally:
             self._metrics = None
-            self._release()
+
+    def _last_iteration(self) -> int:
+        """Return the iteration of the last complete line, 0 without one."""
+        try:
+            text = (self.path / "metrics.jsonl").read_text(encoding="utf-8", errors="replace")
+        except FileNotFoundError:
+            return 0
+        return max(map(_iteration_of, text.split("\n")[-2:-1]), default=0)
 
     def _plan(self, iteration: int, applied: PlanApplied) -> None:
         plan = applied.plan
@@ -183,19 +216,23 @@ def open_run(
         done: where a run continues, the last iteration whose files stay; None keeps all of them.
 
     Raises:
-        UsageError: if another job writes there, or for the reasons of `check_new_run`.
+        UsageError: if another job writes there, for the reasons of `check_new_run`, or if the run
+            itself reads a file that it would delete or move.
         OSError: if the directory cannot be written.
     """
     directory = RunDirectory(path, lock_directory(path))
     try:
         check_new_run(path, overwrite=old_run != "refuse")
+        done = sys.maxsize if done is None else done
+        old_files = own_files(path) if old_run != "continue" else _later_files(path, done)
+        _check_inputs(settings.get("snip", {}), old_files)
         mark(path)
         if old_run != "continue":
             archive = clear_run(path, archive=old_run != "delete")
             if archive is not None:
                 logger.info("snip: moved files of the run before to '%s'", archive)
         else:
-            drop_later_iterations(path, sys.maxsize if done is None else done)
+            drop_later_iterations(path, done)
         directory.start(settings)
     except BaseException:
         directory.close()
@@ -203,16 +240,33 @@ def open_run(
     return directory
 
 
+def _check_inputs(snip: Mapping[str, Any], old_files: Iterable[Path]) -> None:
+    """Refuse settings that name a file among those that are deleted or moved before it is read."""
+    inputs = {name: snip[name] for name in ("plan_file", "calibration") if snip.get(name)}
+    named = {Path(value).resolve(): name for name, value in inputs.items()}
+    for file in old_files:
+        name = named.get(file.resolve())
+        if name is not None:
+            raise UsageError(
+                f"'{inputs[name]}' is a file of the run before, which this run deletes or moves; "
+                "copy it to another folder first",
+                field=name,
+            )
+
+
 def drop_later_iterations(path: Path, done: int) -> None:
     """Drop the files and rows of later iterations, and lines that a crash left damaged."""
-    for file in own_files(path):
-        if file.stem.isdecimal() and int(file.stem) > done:
-            file.unlink()
+    for file in _later_files(path, done):
+        file.unlink()
     metrics = path / "metrics.jsonl"
     if metrics.is_file():
         lines = metrics.read_text(encoding="utf-8", errors="replace").split("\n")
         rows = [line for line in lines if 1 <= _iteration_of(line) <= done]
         write_atomic(metrics, "".join(f"{line}\n" for line in rows))
+
+
+def _later_files(path: Path, done: int) -> list[Path]:
+    return [f for f in own_files(path) if f.stem.isdecimal() and int(f.stem) > done]
 
 
 def _iteration_of(line: str) -> int:

@@ -28,7 +28,14 @@ import time
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from megatron_snip.reporting.events import Event, Measurement, Metrics, Notice, PlanApplied
+from megatron_snip.reporting.events import (
+    Event,
+    Measurement,
+    Metrics,
+    Notice,
+    PlanApplied,
+    Settings,
+)
 
 MEGATRON_LOGS = frozenset({"loss", "grad_norm", "lr", "validation_loss"})
 """Metrics that Megatron logs itself."""
@@ -72,6 +79,8 @@ class ScalarSeries:
                 found = self._counters()
             case Metrics(values=metrics):
                 found = self._of_metrics(metrics)
+            case Settings():
+                found = {}
         return {
             name: float(value)
             for name, value in found.items()

@@ -31,6 +31,7 @@ from megatron_snip.reporting.events import (
     Notice,
     Payload,
     PlanApplied,
+    Settings,
     Writer,
 )
 from megatron_snip.reporting.run_record import parse_divergences
@@ -88,6 +89,9 @@ class _Dashboard(ABC):
         """Write an event."""
         scalars = self._scalars.values(event)
         payload = event.payload
+        if isinstance(payload, Settings):
+            self._show(payload.values)
+            return
         is_ordinary = isinstance(payload, Metrics) and not payload.is_addition
         if not is_ordinary or event.iteration % self._interval == 0:
             self._log(event.iteration, payload, scalars)
@@ -239,7 +243,7 @@ def pictures(payload: Payload) -> dict[str, Any]:
     A plan is new if it changes a linear, or if a resumed run continues with it.
     """
     match payload:
-        case PlanApplied(num_changed=0, resumed=False) | Notice() | Metrics():
+        case PlanApplied(num_changed=0, resumed=False) | Notice() | Metrics() | Settings():
             return {}
     if find_spec("matplotlib") is None:
         extra = "pip install 'megatron-snip[report]' for matplotlib"

@@ -37,7 +37,14 @@ from megatron_snip.planning.plan import (
 from megatron_snip.planning.problem import PlanningProblem
 from megatron_snip.planning.settings import PlanSettings
 from megatron_snip.planning.solver_process import SolverProcess
-from megatron_snip.reporting.events import Event, Metrics, PlanApplied, Reporter, Writer
+from megatron_snip.reporting.events import (
+    Event,
+    Metrics,
+    PlanApplied,
+    Reporter,
+    Settings,
+    Writer,
+)
 from megatron_snip.run.alerts import Alerts
 from megatron_snip.run.evaluation import Evaluations
 from megatron_snip.run.guard import Guard, Outcome
@@ -131,6 +138,9 @@ class SnipController:
         # Which iterations' seconds are those of the plan.
         self._has_trained = False
         self._is_ordinary = False  # False: this iteration's seconds show more than the plan's
+        if self.config != config:  # a default target that is out of reach was lowered
+            settings = Settings(self.config.model_dump(mode="json"))
+            self._reporter.write(Event(num_done, settings))
         self._step_s: list[float] = []  # of ordinary iterations under the current plan
 
         # The plan that the run starts with, and the rest of a stopped run's state.
@@ -333,9 +343,11 @@ class SnipController:
         is_resumed = state is not None and state.plan.digest == self.plan.digest
         if state is not None and not is_resumed:
             self.history.append((num_done + 1, self.plan.digest))
-            # What the guard may fall back to.
+            # What the guard may fall back to. Where the stopped run's plan was only made to fit,
+            # that is what the stopped run could fall back to.
             former, _ = self._plans.fitting.plan(state.plan)
-            self._guard.plan_changed(former)
+            is_fitted = former.digest == self.plan.digest
+            self._guard.plan_changed(self._guard.state.good if is_fitted else former)
         # A first plan of BF16 that the first refresh replaces is not worth a line.
         if num_changed or self.history or not self._schedule.makes_plans:
             self._report_plan(num_done + 1, num_changed, is_resumed=is_resumed)
@@ -357,13 +369,16 @@ class SnipController:
 
     def _reported_settings(self) -> dict[str, str]:
         recipes = self.model.recipes(self.config.named_formats)
-        return reported_settings(self.config, str(self.model.backend), recipes)
+        digest = self._plans.file_digest
+        return reported_settings(self.config, str(self.model.backend), recipes, digest)
 
     def _recipe_changes(self) -> list[str]:
         """Return a line for each option that the run of the plan file ran by another recipe."""
+        digest = self._plans.file_digest
         if self.config.plan_file is None or self.model.runtime.topology.rank != 0:
             return []
-        return recipe_changes(self.config.plan_file, self.model)
+        assert digest is not None
+        return recipe_changes(self.config.plan_file, digest, self.model)
 
     def _continue_planning(self, state: ControllerState, first: FirstPlan) -> None:
         """All ranks: plan for new settings, or solve the stopped run's problem again."""

@@ -120,8 +120,8 @@ class Guard:
         """Return whether a plan was reverted before."""
         return plan.digest in self.state.refused
 
-    def plan_changed(self, old: PrecisionPlan) -> None:
-        """Judge the plan that replaces `old` from the coming iteration on."""
+    def plan_changed(self, old: PrecisionPlan | None) -> None:
+        """Judge a new plan from the coming iteration on; `old` is the last good one, if known."""
         if not self.is_on:
             return
         watch = self.state.loss.watch

@@ -7,7 +7,6 @@ from megatron_snip.config import SnipConfig
 from megatron_snip.errors import UsageError, listing
 from megatron_snip.files import read_json
 from megatron_snip.linears.model import PlannedModel
-from megatron_snip.planning.plan import read_plan
 from megatron_snip.run.fitting import Replacement
 
 
@@ -33,13 +32,18 @@ def check_plan_file(replaced: Sequence[Replacement], config: SnipConfig, num_lin
             )
 
 
-def recipe_changes(plan_file: Path, model: PlannedModel) -> list[str]:
+def recipe_changes(plan_file: Path, digest: str, model: PlannedModel) -> list[str]:
     """Return a line for each option that the run of a plan file ran by another recipe.
 
     That run wrote what its linears ran under the plan into a folder beside the plan's:
     precision/<iteration>.json. Without such a file nothing is known, and nothing is returned.
+
+    Args:
+        plan_file: the plan's file.
+        digest: the plan's.
+        model: the planned linears.
     """
-    before = _recorded_recipes(plan_file)
+    before = _recorded_recipes(plan_file, digest)
     now = {str(linear.option): linear.recipe for linear in model.linears}
     return [
         f"{option} was {before[option]} in the run of '{plan_file}', and is {recipe} here"
@@ -48,9 +52,8 @@ def recipe_changes(plan_file: Path, model: PlannedModel) -> list[str]:
     ]
 
 
-def _recorded_recipes(plan_file: Path) -> dict[str, str]:
+def _recorded_recipes(plan_file: Path, digest: str) -> dict[str, str]:
     """Return {option: recipe} as the run of a plan file recorded it; {} if it did not."""
-    digest = read_plan(plan_file).digest
     for path in sorted((plan_file.parent.parent / "precision").glob("*.json")):
         try:
             table = read_json(path, "precision file", plain=True)

@@ -3,7 +3,7 @@
 The first plan comes from one of four sources. The first line that applies counts:
 
     1. collect_only      FILE if there is a plan file, else JOB
-    2. a plan file       FILE, unless the stopped run was given the same one
+    2. a plan file       FILE, unless the stopped run was given the same one with the same plan
     3. the policy        POLICY if it needs no measurement; at a resume with a schedule of targets
                          only if settings of the plan changed
     4. a checkpoint      CHECKPOINT; if settings of the plan changed, the policy plans from the
@@ -91,6 +91,7 @@ class RunPlans:
         available: what the linears can run.
         work: (stage, FLOPs per token) by linear.
         fitting: makes plans and problems of another run fit.
+        file_digest: digest of the plan in the plan file; None without one.
         targets: the efficiency target of every iteration.
     """
 
@@ -110,10 +111,14 @@ class RunPlans:
             calibration_cache: a file of rank 0 that stores measured seconds for a resumed run.
 
         Raises:
-            UsageError: on every rank, if healing does not fit the run.
+            UsageError: on every rank, if healing does not fit the run, or the plan file cannot be
+                read.
             UnsupportedError: on every rank, if the model cannot run the options, or the target
                 cannot count seconds.
         """
+        self._control = model.runtime.topology.control
+        self._file_plan = self._plan_of_file(config.plan_file)
+        self.file_digest = None if self._file_plan is None else self._file_plan.digest
         available = available_options(model, config)
         if config.cost == "time" and not config.collect_only:
             available = timed_options(available, model, config, calibration_cache)
@@ -125,7 +130,6 @@ class RunPlans:
         self.fitting = Fitting(self.config, model, self.available, self.work)
         self.targets = self.config.targets(train_iters)
         self._model = model
-        self._control = model.runtime.topology.control
 
     # ---- the first plan -------------------------------------------------------------------------
 
@@ -140,7 +144,9 @@ class RunPlans:
             UsageError: on every rank, if the policy is unknown, a plan or pin does not fit the
                 model, no plan reaches the target, or the plan file contradicts another setting.
         """
-        changed = frozenset() if state is None else changed_plan_settings(state, self.config)
+        changed = frozenset[str]()
+        if state is not None:
+            changed = changed_plan_settings(state, self.config, self.file_digest)
         source = self._source(state, changed)
         num_done = 0 if state is None else state.iteration
 
@@ -149,7 +155,10 @@ class RunPlans:
             settings = self._settings(seed)
             check_settings(problem, self.config, settings)
             if source is PlanSource.FILE:
-                return self._plan_of_file()
+                assert self._file_plan is not None
+                with naming_field("plan_file"):
+                    self._file_plan.check_against(self.work)
+                return self._file_plan
             if source is PlanSource.CHECKPOINT:
                 assert state is not None
                 return state.plan
@@ -199,12 +208,16 @@ class RunPlans:
             return settings.model_copy(update={"cost": "flops"})
         return settings
 
-    def _plan_of_file(self) -> PrecisionPlan:
-        assert self.config.plan_file is not None
-        with naming_field("plan_file"):
-            plan = read_plan(self.config.plan_file)
-            plan.check_against(self.work)
-        return plan
+    def _plan_of_file(self, path: Path | None) -> PrecisionPlan | None:
+        """All ranks: return what rank 0 reads in the plan file."""
+        if path is None:
+            return None
+
+        def read() -> PrecisionPlan:
+            with naming_field("plan_file"):
+                return read_plan(path)
+
+        return plan_from_rank_0(read, self._control)
 
     def _job_plan(self) -> PrecisionPlan:
         """Return the plan that changes nothing but what a pin sets."""

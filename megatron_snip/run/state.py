@@ -154,13 +154,17 @@ PLAN_SETTINGS = (
     "pins",
     "pipeline_balance",
     "cost",
+    "calibration",
     "plan_file",
+    "collect_only",
 )
 """Settings that a plan depends on."""
 
+_FILE_DIGEST = "digest of plan_file"
+
 
 def reported_settings(
-    config: SnipConfig, backend: str, recipes: Mapping[str, str]
+    config: SnipConfig, backend: str, recipes: Mapping[str, str], file_digest: str | None = None
 ) -> dict[str, str]:
     """Return what a resumed run reports if it changed: settings, versions, recipes of formats.
 
@@ -168,20 +172,31 @@ def reported_settings(
         config: the settings.
         backend: the backend of the linears.
         recipes: {format: its recipe}, as a text.
+        file_digest: of the plan in the plan file; None without one.
     """
     versions = {name: installed_version(name) for name in PACKAGES}
     return {
-        **_as_text({name: getattr(config, name) for name in (*PLAN_SETTINGS, "collect_only")}),
+        **_plan_settings(config, file_digest),
         **_as_text({"backend": backend, **versions}),
         **{f"recipe of {name}": recipe for name, recipe in recipes.items()},
     }
 
 
-def changed_plan_settings(state: ControllerState, config: SnipConfig) -> frozenset[str]:
-    """Return which of `PLAN_SETTINGS` differ from those of the run that wrote a state."""
-    now = _as_text({name: getattr(config, name) for name in PLAN_SETTINGS})
-    before = state.settings
-    return frozenset(name for name, text in now.items() if before.get(name, text) != text)
+def changed_plan_settings(
+    state: ControllerState, config: SnipConfig, file_digest: str | None = None
+) -> frozenset[str]:
+    """Return which of `PLAN_SETTINGS` differ from those of the run that wrote a state.
+
+    A plan file also differs if it holds another plan than in that run.
+    """
+    new = _plan_settings(config, file_digest)
+    changed = {name for name, text in new.items() if state.settings.get(name, text) != text}
+    return frozenset("plan_file" if name == _FILE_DIGEST else name for name in changed)
+
+
+def _plan_settings(config: SnipConfig, file_digest: str | None) -> dict[str, str]:
+    digest = {} if file_digest is None else {_FILE_DIGEST: file_digest[:12]}
+    return _as_text({name: getattr(config, name) for name in PLAN_SETTINGS}) | digest
 
 
 def _as_text(values: Mapping[str, Any]) -> dict[str, str]:

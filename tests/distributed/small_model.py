@@ -22,7 +22,15 @@ from megatron_snip.config import SnipConfig
 from megatron_snip.log import forget_warnings
 from megatron_snip.patches import cpu
 from megatron_snip.planning.plan import write_plan
-from megatron_snip.reporting.events import Event, Measurement, Metrics, Notice, PlanApplied, Writer
+from megatron_snip.reporting.events import (
+    Event,
+    Measurement,
+    Metrics,
+    Notice,
+    PlanApplied,
+    Settings,
+    Writer,
+)
 from megatron_snip.run import observation, solve
 from megatron_snip.run.controller import SnipController
 from megatron_snip.run.state import ControllerState
@@ -95,9 +103,15 @@ class Memory:
         self.applied: list[tuple[int, PlanApplied]] = []
         self.metrics: list[tuple[int, dict[str, Any]]] = []
         self.notices: list[tuple[int, Notice]] = []
+        self.settings: list[tuple[int, Settings]] = []
 
     def write(self, event: Event) -> None:
-        lists = {Measurement: self.measured, PlanApplied: self.applied, Notice: self.notices}
+        lists: dict[type, list[Any]] = {
+            Measurement: self.measured,
+            PlanApplied: self.applied,
+            Notice: self.notices,
+            Settings: self.settings,
+        }
         if isinstance(event.payload, Metrics):
             self.metrics.append((event.iteration, event.payload.values))
         else:

@@ -92,6 +92,15 @@ def start(snip: dict[str, Any], file: str) -> str:
     return ""
 
 
+def start_by_default(formats: str) -> list[float]:
+    """On ranks: start without a target; return the run's, and what writers get of it later."""
+    with layout({**MODEL, "train_iters": 20}) as trainer:
+        controller = trainer.controller({"formats": formats})
+        controller.close()
+        later = [settings.values["efficiency_target"] for _, settings in trainer.events.settings]
+        return [controller.config.efficiency_target, *later]
+
+
 def turn_on() -> list[int]:
     """On ranks: train without SNIP, then with it; return where its first plan was reported."""
     with layout({**MODEL, "train_iters": 20}) as trainer:
@@ -177,6 +186,19 @@ def test_another_policy_plans_at_once(server: Server) -> None:
     assert run["plans"] == [[6, 5, False]]  # a file of its own in the run's directory
     run = on_ranks(server, "resume", changes={"policy": "min-abs-err"})
     assert run["plans"][-1][:2] == [6, 5]
+
+
+def test_new_pins_leave_what_the_guard_may_go_back_to(server: Server) -> None:
+    run = on_ranks(server, "resume", changes={"pins": "*.layers.0.*=fp8"})
+    assert run["at start"][:4] == ["fp8"] * 4
+    assert run["at start"][4:] == run["before"][4:]
+    assert run["watched"] == WATCHED_ITERATIONS
+    assert run["fallback"] == ["fp8"] * 4 + ["bf16"] * 4  # the plan before, with the pins
+
+
+def test_writers_get_the_default_target_that_the_linears_can_reach(server: Server) -> None:
+    assert on_ranks(server, "start_by_default", formats="fp8,fp4") == [0.75]
+    assert on_ranks(server, "start_by_default", formats="fp8,fp8-fp4-fp4") == [0.5, 0.5]
 
 
 def test_collecting_after_a_resume_runs_in_bf16(server: Server) -> None:

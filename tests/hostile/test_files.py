@@ -234,6 +234,17 @@ def test_yaml_of_all_sorts(name: str, tmp_path: Path, monkeypatch: pytest.Monkey
     assert sorted(p.name for p in tmp_path.iterdir()) == ["snip.yaml"]
 
 
+@pytest.mark.parametrize("text", ["&a [*a]", "a: &x\n  b: {c: [*x]}", "a: &a\n  <<: *a"])
+def test_yaml_that_contains_itself_is_refused(text: str, tmp_path: Path) -> None:
+    """Whoever walks through it would never end."""
+    path = tmp_path / "snip.yaml"
+    path.write_text(text)
+    with pytest.raises(UsageError, match="contains itself"):
+        read_yaml(path)
+    path.write_text("a: &a [1]\nb: [*a, *a]")
+    assert read_yaml(path) == {"a": [1], "b": [[1], [1]]}
+
+
 @pytest.mark.parametrize("read", [read_plan, read_problem, read_divergences, read_yaml])
 def test_what_is_no_file_of_usual_size_is_refused(
     read: Callable[[Path], Any], tmp_path: Path

@@ -50,6 +50,8 @@ BAD = {
         ("--tensor-model-parallel-size 2 --nproc-per-node 1", "a multiple of 2 ranks, got 1"),
         ("--nproc-per-node none", "--nproc-per-node"),
         ("--config nowhere.yaml", "nowhere.yaml"),
+        ("--save ''", "save: the path is empty"),
+        ("--snip-plan-file ''", "plan_file: the path is empty"),
     ],
     "train --run-dir foreign": [
         ("", "foreign' holds 'metrics.jsonl' but not the marker"),

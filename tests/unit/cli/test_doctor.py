@@ -56,6 +56,24 @@ def test_the_recommended_command_fits_the_machine(found: Machine, implementation
     assert ("--cpu" in command) == (found.capability is None)
 
 
+def test_an_import_that_ends_the_process_is_shown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ends = {"crashes": "import os; os.abort()", "leaves": "import os; os._exit(3)"}
+    ends |= {"exits": "raise SystemExit('no licence')", "works": ""}
+    for name, text in ends.items():
+        (tmp_path / f"{name}.py").write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(doctor, "MODULES", {name: name for name in (*ends, "absent")})
+    assert doctor.import_errors([*ends, "absent"]) == {
+        "crashes": "its import ends the process (SIGABRT)",
+        "leaves": "its import ends the process (exit status 3)",
+        "exits": "SystemExit: no licence",
+        "works": None,
+        "absent": "",
+    }
+
+
 BROKEN = {
     "ortools": (1, "SNIP needs ortools: repair or remove what is broken (ortools)"),
     "transformer_engine": (1, "what is broken (megatron-core, transformer-engine)"),

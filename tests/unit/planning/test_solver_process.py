@@ -17,6 +17,7 @@ from megatron_snip.planning.planner import make_plan
 from megatron_snip.planning.settings import PlanSettings
 from megatron_snip.planning.solver_process import (
     NICENESS,
+    OOM_SCORE,
     PlanRequest,
     SolverProcess,
     worker_command,
@@ -60,6 +61,8 @@ def test_plans_are_those_of_make_plan_and_the_child_stays(
         (child,) = children
         niceness = os.getpriority(os.PRIO_PROCESS, child.pid)
         assert niceness == min(19, os.getpriority(os.PRIO_PROCESS, 0) + NICENESS)
+        if sys.platform == "linux":
+            assert int(Path(f"/proc/{child.pid}/oom_score_adj").read_text()) == OOM_SCORE
         os.kill(child.pid, signal.SIGINT)  # Ctrl-C is the trainer's
         solver.submit(PROBLEM, settings, iteration=1)
         while not solver.ready():

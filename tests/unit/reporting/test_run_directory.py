@@ -15,7 +15,7 @@ from megatron_snip.directory import MARKER, mark
 from megatron_snip.errors import UsageError
 from megatron_snip.planning.plan import read_plan
 from megatron_snip.planning.problem import read_problem
-from megatron_snip.reporting.events import Event, Metrics, Notice, Reporter
+from megatron_snip.reporting.events import Event, Metrics, Notice, Reporter, Settings
 from megatron_snip.reporting.report import read_reference
 from megatron_snip.reporting.run_directory import OldRun, RunDirectory, open_run
 from megatron_snip.reporting.run_record import read_metrics, read_run
@@ -110,6 +110,33 @@ def test_each_line_is_completed_where_evaluations_come_between_iterations(tmp_pa
     assert found == [(1, 1.0), (2, 2.0), (3, 3.0)]
 
 
+def test_a_job_that_ends_within_an_iteration_leaves_its_notices(tmp_path: Path) -> None:
+    notice = {"kind": "guard", "message": "loss nan"}
+    for last, iteration, expected in ((1, 2, [1, 2]), (0, 1, [1]), (2, 2, [2])):
+        run = RunDirectory(tmp_path / str(last))
+        for at in range(max(1, last), last + 1):
+            run.write(Event(at, Metrics({"loss": 2.0})))
+        run.close()
+        again = RunDirectory(run.path)  # one process trained, the next one fails
+        again.write(Event(iteration, Notice("guard", "loss nan")))
+        again.close()
+        again.close()
+        found = rows(run.path)
+        assert [row["iteration"] for row in found] == expected
+        # An iteration that has ended keeps its row.
+        assert (found[-1].get("notices") == [notice]) == (iteration > last)
+
+
+def test_the_settings_that_a_run_follows_are_those_in_its_file(tmp_path: Path) -> None:
+    shape = Shape(config(efficiency_target=0.5), iterations=2)
+    run = RunDirectory(tmp_path)
+    run.start({"train_iters": 9, "snip": config(efficiency_target=0.75).model_dump(mode="json")})
+    run.write(Event(0, Settings(shape.config.model_dump(mode="json"))))
+    write_events(run, shape)
+    record = read_run(tmp_path)
+    assert (record.target, record.train_iters) == (0.5, 9)
+
+
 def test_a_resumed_run_appends_and_writes_its_plan_only_where_it_is_missing(tmp_path: Path) -> None:
     resumed = applied(SHAPE, PLAN, num_changed=0, resumed=True)
     first = RunDirectory(tmp_path / "same")
@@ -155,6 +182,21 @@ def test_a_run_is_opened_under_its_lock_and_the_old_runs_files_are_treated_as_as
         run.close()
     found = {str(p.relative_to(tmp_path)) for p in tmp_path.rglob("*") if p.is_file()}
     assert found == left | {MARKER}
+
+
+@pytest.mark.parametrize(("old_run", "done"), [("archive", 0), ("delete", 0), ("continue", 5)])
+def test_a_plan_file_is_not_moved_or_deleted_before_it_is_read(
+    tmp_path: Path, old_run: OldRun, done: int
+) -> None:
+    write_run(tmp_path, SHAPE)
+    mark(tmp_path)
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    plan_file = str(tmp_path / "health" / ".." / "plans" / "11.json")
+    with pytest.raises(UsageError, match=r"11\.json' is a file of the run before") as caught:
+        open_run(tmp_path, {"snip": {"plan_file": plan_file}}, old_run, done)
+    assert caught.value.field == "plan_file"
+    assert {path: path.read_bytes() for path in before} == before
+    open_run(tmp_path, {"snip": {"plan_file": plan_file}}, "continue", 11).close()
 
 
 def test_a_killed_run_leaves_complete_lines(tmp_path: Path) -> None:

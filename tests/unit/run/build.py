@@ -44,8 +44,11 @@ def run_plans(
     return RunPlans(SnipConfig(**{"formats": "fp8,fp4", **config}), model, None, None)
 
 
-def state_of(resumed: PrecisionPlan, **former: Any) -> ControllerState:
-    settings = reported_settings(SnipConfig(**{"formats": "fp8,fp4", **former}), "simulate", {})
+def state_of(
+    resumed: PrecisionPlan, file_digest: str | None = None, **former: Any
+) -> ControllerState:
+    config = SnipConfig(**{"formats": "fp8,fp4", **former})
+    settings = reported_settings(config, "simulate", {}, file_digest)
     return ControllerState(6, resumed, settings=settings)
 
 

@@ -24,11 +24,11 @@ def test_a_plan_file_from_another_recipe_says_what_changes(tmp_path: Path) -> No
             SimpleNamespace(option=Option.uniform("bf16"), recipe="bf16"),
         ]
     )
-    assert recipe_changes(file, model) == []
+    assert recipe_changes(file, plan.digest, model) == []
     rows = [{"option": "fp8", "recipe": "blockwise"}, {"option": "bf16", "recipe": "bf16"}]
     for name, digest in (("1", "other"), ("202", plan.digest)):
         table = {"plan_digest": digest, "linears": rows if name == "202" else []}
         (tmp_path / "precision" / f"{name}.json").write_text(json.dumps(table))
     (tmp_path / "precision" / "0.json").write_text("{")
-    (line,) = recipe_changes(file, model)
+    (line,) = recipe_changes(file, plan.digest, model)
     assert line == f"fp8 was blockwise in the run of '{file}', and is tensorwise_hybrid here"

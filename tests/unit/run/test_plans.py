@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from megatron_snip.errors import UsageError
 from megatron_snip.planning.plan import write_plan
 from megatron_snip.run.plans import FirstPlan, PlanSource
 from tests.unit.planning.build import options_of, plan_of
@@ -58,6 +59,28 @@ def test_where_the_first_plan_comes_from(
     state = None if stopped is None else state_of(former, **stopped)
     found = run_plans(**given).first_plan(state, 0)
     assert (found.source, options_of(found.plan)) == (source, options.split())
+
+
+def test_a_plan_file_with_another_plan_than_before_is_another_plan_file(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    new = plan_of(["fp4", "fp8", "fp8"])
+    write_plan(new, FILE)
+    former = plan_of(["fp8", "fp4", "fp4"])
+    for digest, source in ((former.digest, PlanSource.FILE), (new.digest, PlanSource.CHECKPOINT)):
+        state = state_of(former, file_digest=digest, plan_file=FILE)
+        assert run_plans(plan_file=FILE).first_plan(state, 0).source is source
+    FILE.unlink()
+    with pytest.raises(UsageError, match=r"plan_file: cannot read plan file 'plan\.json'"):
+        run_plans(plan_file=FILE)
+
+
+def test_a_run_that_only_measured_plans_at_once_when_it_is_to_plan() -> None:
+    state = state_of(plan_of(["bf16"] * 3), collect_only=True)
+    assert run_plans().first_plan(state, 0).is_outdated
+    static = run_plans(**RANDOM).first_plan(state_of(plan_of(["bf16"] * 3), collect_only=True), 0)
+    assert static.source is PlanSource.POLICY
 
 
 def test_a_resume_with_the_same_settings_continues_its_plan() -> None:
