@@ -258,6 +258,12 @@ class SnipConfig(ScheduleFields, MeasureFields, PlanFields, GuardFields, ReportF
         _ = self.pin_pairs
         _ = self.alerts
         _ = self.points
+        if not any(get_format(name).quantized for name in self.named_formats):
+            raise UsageError(
+                f"'{','.join(self.formats)}' leaves nothing to measure or to choose; add a format "
+                "with fewer bits, such as fp8",
+                field="formats",
+            )
         if self.formats != (AUTO,):
             self.check_pins()
         if self.cost != "time" and self.calibration != Path(AUTO):

@@ -35,7 +35,8 @@ def log_failure(logger: logging.Logger, what: str, error: Exception) -> str:
     """Log an exception that ends here, with traceback, rank and iteration; return it as one line.
 
     The same failure is logged once in a process. A `SnipError` is not logged: its line is complete.
-    A full disk is logged without a traceback, because the code is not at fault.
+    A full disk or a folder without permission is logged without a traceback, because the code is
+    not at fault, and is the same failure for every file.
 
     Args:
         logger: the logger of the module that stops the exception.
@@ -44,8 +45,9 @@ def log_failure(logger: logging.Logger, what: str, error: Exception) -> str:
     """
     line = f"{type(error).__name__}: {one_line(error)}"
     if not isinstance(error, SnipError):
-        is_full_disk = isinstance(error, OSError) and known_failure(error) is not None
-        _log_once(logger, what, line, with_traceback=not is_full_disk)
+        is_known = isinstance(error, OSError) and known_failure(error) is not None
+        is_of_the_machine = is_known or isinstance(error, PermissionError)
+        _log_once(logger, what, line, with_traceback=not is_of_the_machine)
     return line
 
 

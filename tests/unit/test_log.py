@@ -83,11 +83,20 @@ def test_a_writer_that_fails_is_logged_in_full(caplog: pytest.LogCaptureFixture)
     assert "Broken failed: KeyError: 'decoder.layers.5'" in caplog.text
 
 
-def test_a_full_disk_is_one_line(caplog: pytest.LogCaptureFixture) -> None:
-    def full() -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
+@pytest.mark.parametrize(
+    ("error", "line"),
+    [
+        (OSError(errno.ENOSPC, "No space left"), "OSError: [Errno 28] No space left"),
+        (PermissionError("set WANDB_DATA_DIR"), "PermissionError: set WANDB_DATA_DIR"),
+    ],
+)
+def test_a_folder_that_takes_nothing_is_one_line(
+    caplog: pytest.LogCaptureFixture, error: OSError, line: str
+) -> None:
+    def fails() -> None:
+        raise error
 
     with pytest.raises(RemoteFailure):
-        attempt("writing", full, None)
+        attempt("writing", fails, None)
     assert tracebacks(caplog) == []
-    assert "writing failed: OSError: [Errno 28] No space left on device" in caplog.text
+    assert f"writing failed: {line}" in caplog.text
