@@ -13,6 +13,9 @@ from megatron_snip.errors import SnipError, known_failure, one_line
 _current: dict[str, int] = {}
 """The value of the last `set_iteration`, under `iteration`; empty before it."""
 
+_logged: set[tuple[object, ...]] = set()
+"""Failures that `log_failure` has logged."""
+
 
 @functools.cache
 def warn_once(logger: logging.Logger, message: str, level: int = logging.WARNING) -> None:
@@ -47,12 +50,14 @@ def log_failure(logger: logging.Logger, what: str, error: Exception) -> str:
     if not isinstance(error, SnipError):
         is_known = isinstance(error, OSError) and known_failure(error) is not None
         is_of_the_machine = is_known or isinstance(error, PermissionError)
-        _log_once(logger, what, line, with_traceback=not is_of_the_machine)
+        failure = (what, getattr(error, "errno", None)) if is_of_the_machine else (what, line)
+        if failure not in _logged:
+            _logged.add(failure)
+            _log(logger, what, line, with_traceback=not is_of_the_machine)
     return line
 
 
-@functools.cache
-def _log_once(logger: logging.Logger, what: str, line: str, with_traceback: bool) -> None:
+def _log(logger: logging.Logger, what: str, line: str, with_traceback: bool) -> None:
     rank = os.environ.get("RANK", "0")
     iteration = _current.get("iteration", 0)
     text = "snip: rank %s, iteration %d: %s failed: %s"
@@ -62,4 +67,4 @@ def _log_once(logger: logging.Logger, what: str, line: str, with_traceback: bool
 def forget_warnings() -> None:
     """Let every message be logged again (in-process restart, tests)."""
     warn_once.cache_clear()
-    _log_once.cache_clear()
+    _logged.clear()

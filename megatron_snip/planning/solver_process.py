@@ -277,6 +277,8 @@ def answer(line: str) -> str:
         request = PlanRequest.model_validate_json(line)
         plan = make_plan(request.problem, request.settings, request.previous, request.iteration)
         reply = {"plan": plan.to_dict()}
+    except MemoryError:
+        reply = {"error": PlanningError.__name__, "message": "the solver process is out of memory"}
     except Exception as error:  # every failure is reported, and training goes on
         log_failure(logger, "solving", error)
         reply = {"error": type(error).__name__, "message": str(error)}

@@ -11,11 +11,13 @@ import math
 import os
 import shlex
 import sys
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager, nullcontext, suppress
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -193,9 +195,20 @@ def make_writers(config: TrainConfig, directory: RunDirectory | None, done: int)
     if config.tensorboard_dir is not None:
         from torch.utils.tensorboard import SummaryWriter as TensorBoardFiles
 
+        threading.excepthook = partial(_thread_failed, threading.excepthook)
         files = TensorBoardFiles(str(config.tensorboard_dir), purge_step=done or None)
         writers.append(TensorBoardWriter(files, settings["snip"]))
     return writers
+
+
+def _thread_failed(usual: Callable[[Any], Any], failure: threading.ExceptHookArgs) -> None:
+    """Print no traceback of TensorBoard's own thread whose disk is full.
+
+    Each call of TensorBoard raises that error from then on, and is logged as one line.
+    """
+    is_of_tensorboard = type(failure.thread).__module__.partition(".")[0] == "tensorboard"
+    if not (is_of_tensorboard and isinstance(failure.exc_value, OSError)):
+        usual(failure)
 
 
 def make_hook(state: TrainingState, writers: list[Writer], start: Progress | None) -> TrainingHook:

@@ -6,7 +6,8 @@ Each case starts a job of two ranks on this machine, under `megatron-snip train`
 own `pretrain` (`python -m megatron_snip`, in .venv-megatron), injects a fault and records the exit
 status, the seconds until the job ended, processes that are left, and the last line that it printed.
 Then the same command loads the checkpoint that was left and trains on. Exit status 1 if a process
-is left or a job did not end. Full disks are small file systems in memory, which only root may make.
+is left or a job did not end. Full disks are small file systems in memory and a read-only
+installation is a mount, which only root may make.
 """
 
 import argparse
@@ -66,6 +67,8 @@ class Job:
             start_new_session=True,
         )
         self._seen: set[psutil.Process] = set()
+        self.signalled_at: float | None = None  # last; time.monotonic()
+        self.ended_at: float | None = None
 
     @property
     def text(self) -> str:
@@ -113,21 +116,26 @@ class Job:
         return [ranks[rank] for rank in sorted(ranks)]
 
     def signal(self, number: int) -> None:
+        self.signalled_at = time.monotonic()
         self._process.send_signal(number)
 
-    def end(self) -> tuple[int | None, float, int]:
-        """Wait for the end; return (exit status or None, seconds, processes left), and clean up."""
-        begin = time.monotonic()
+    def wait(self) -> int | None:
+        """Wait for the end; return the exit status, or None if it does not come."""
         status: int | None = None
         with contextlib.suppress(subprocess.TimeoutExpired):
             status = self._process.wait(PATIENCE_S)
-        seconds = time.monotonic() - begin
+        self.ended_at = self.ended_at or time.monotonic()
+        return status
+
+    def end(self) -> tuple[int | None, int]:
+        """Wait for the end; return (exit status or None, processes left), and clean up."""
+        status = self.wait()
         until = time.monotonic() + 15
         while (left := self.processes()) and time.monotonic() < until:
             time.sleep(0.5)
         for process in left:
             process.kill()
-        return status, seconds, len(left)
+        return status, len(left)
 
 
 Fault = Callable[[Job], None]
@@ -139,6 +147,8 @@ class Case:
     fault: Fault
     at: int = 14  # after this iteration
     prefix: str = ""  # shell text before the command
+    more: str = ""  # flags; {folder} is the job's
+    needs_root: bool = False
     small: str = ""  # a folder of the job that is a small file system
     damage: Callable[[Path], object] | None = None  # of the checkpoint, before it is loaded
     goes_on: bool = False  # the job must train on; SIGTERM ends it at iteration 24
@@ -150,6 +160,29 @@ TITLES = {
     "pretrain": "Megatron's `pretrain` under `-m megatron_snip`",
 }
 """Kind of job -> its heading."""
+
+
+def _terminate_in_save(job: Job) -> None:
+    """Send SIGTERM while the folder of the checkpoint of iteration 16 is there and not named."""
+    end = time.monotonic() + PATIENCE_S
+    while time.monotonic() < end and not any((job.folder / "save").glob("*iter_0000016*")):
+        time.sleep(0.002)
+    job.signal(signal.SIGTERM)
+
+
+def _terminate_on_a_busy_machine(job: Job) -> None:
+    """Send SIGTERM while eight other processes want each core."""
+    count = 8 * (os.cpu_count() or 1)
+    words = [sys.executable, "-c", "while True: pass"]
+    others = [subprocess.Popen(words, start_new_session=True) for _ in range(count)]
+    try:
+        time.sleep(1)
+        job.signal(signal.SIGTERM)
+        job.wait()
+    finally:
+        for process in others:
+            process.kill()
+            process.wait()
 
 
 def _kill_rank(job: Job) -> None:
@@ -212,14 +245,29 @@ CASES = (
     Case("the same, Ctrl-C twice", _stop_rank_and_interrupt_twice),
     Case("SIGTERM in ordinary iterations", _terminate),
     Case("SIGTERM as an iteration is measured", _terminate, at=10),
+    Case("SIGTERM at the first refresh on a busy machine", _terminate_on_a_busy_machine, at=10),
     Case("SIGTERM as the solver works", _terminate, at=11),
-    Case("SIGTERM as a checkpoint is written", _terminate, at=8),
+    Case("SIGTERM as a checkpoint is written", _terminate_in_save),
     Case("Ctrl-C", _interrupt),
     Case("SIGHUP", _sending(signal.SIGHUP)),
     Case("`kill -9` of the solver", _kill_solver, goes_on=True),
+    Case(
+        "the solver runs out of memory",
+        _nothing,
+        more="--snip-plugins tests.nightly.hungry --snip-policy hungry",
+        goes_on=True,
+    ),
     Case("SNIP's folders cannot be written", _block_folders, goes_on=True),
     Case("SNIP's directory is deleted", _delete_run, goes_on=True),
     Case("disk full: SNIP's folder", _fill("run"), small="run", goes_on=True),
+    Case(
+        "disk full: SNIP's folder, TensorBoard and W&B",
+        _fill("run"),
+        small="run",
+        more="--tensorboard-dir {folder}/run/board --wandb-project reliability",
+        goes_on=True,
+        kinds=("train",),
+    ),
     Case("disk full: checkpoints", _fill("save"), small="save"),
     Case("checkpoint: a bit flipped", _terminate, damage=flip_a_bit),
     Case("checkpoint: a file cut short", _terminate, damage=truncate),
@@ -230,6 +278,13 @@ CASES = (
         kinds=("pretrain",),
     ),
     Case("`ulimit -n 64`", _nothing, prefix="ulimit -n 64;", goes_on=True),
+    Case(
+        "a read-only installation, no home, no rights",
+        _nothing,
+        prefix="exec unshare -m bash tests/nightly/read_only.sh",
+        needs_root=True,
+        goes_on=True,
+    ),
     Case("TMPDIR does not exist", _nothing, prefix="export TMPDIR=/nonexistent;", goes_on=True),
 )
 
@@ -240,13 +295,15 @@ def run(case: Case, kind: str) -> tuple[str, ...]:
         contextlib.ExitStack() as stack,
     ):
         folder = Path(name)
+        if case.needs_root and os.getuid() != 0:
+            return (case.name, "not tried: only root may mount", "", "0", "", "")
         if case.small:
             (folder / case.small).mkdir()
             mount = ["mount", "-t", "tmpfs", "-o", "size=64m", "tmpfs", f"{name}/{case.small}"]
             if subprocess.run(mount, capture_output=True, check=False).returncode:
                 return (case.name, "not tried: only root may mount", "", "0", "", "")
             stack.callback(subprocess.run, ["umount", "-l", f"{name}/{case.small}"], check=False)
-        job = Job(kind, folder, prefix=case.prefix)
+        job = Job(kind, folder, case.more.format(folder=folder), case.prefix)
         job.wait_for_iteration(case.at)
         started = bool(job.ranks())
         if started:
@@ -254,7 +311,9 @@ def run(case: Case, kind: str) -> tuple[str, ...]:
             if case.goes_on:
                 job.wait_for_iteration(24)
                 job.signal(signal.SIGTERM)
-        status, seconds, left = job.end()
+        begin = job.signalled_at or time.monotonic()
+        status, left = job.end()
+        seconds = (job.ended_at or begin) - begin
         shown = _last_line(job.text)
         (folder / "save" / "filler").unlink(missing_ok=True)
         (folder / "run" / "filler").unlink(missing_ok=True)
@@ -281,7 +340,7 @@ def _resume(case: Case, kind: str, folder: Path) -> tuple[str, int]:
     end = max(28, int(saved[-1].removeprefix("iter_")) + 4)
     flag = f"--train-iters {end}" if kind == "train" else f"--exit-interval {end}"
     job = Job(kind, folder / "second", f"--load {folder}/save {flag}")
-    status, _, left = job.end()
+    status, left = job.end()
     if status == 0 and job.last_logged() == end:
         notice = [line for line in job.text.splitlines() if "snip: " in line and "not" in line]
         latest = folder / "save" / "latest_checkpointed_iteration.txt"

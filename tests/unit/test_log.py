@@ -87,6 +87,7 @@ def test_a_writer_that_fails_is_logged_in_full(caplog: pytest.LogCaptureFixture)
     ("error", "line"),
     [
         (OSError(errno.ENOSPC, "No space left"), "OSError: [Errno 28] No space left"),
+        (OSError(errno.ENOSPC, "No space left", "a.png"), "OSError: [Errno 28] No space left"),
         (PermissionError("set WANDB_DATA_DIR"), "PermissionError: set WANDB_DATA_DIR"),
     ],
 )
@@ -96,7 +97,10 @@ def test_a_folder_that_takes_nothing_is_one_line(
     def fails() -> None:
         raise error
 
-    with pytest.raises(RemoteFailure):
-        attempt("writing", fails, None)
+    for name in (error.filename, "b.png"):
+        error.filename = name
+        with pytest.raises(RemoteFailure):
+            attempt("writing", fails, None)
     assert tracebacks(caplog) == []
     assert f"writing failed: {line}" in caplog.text
+    assert caplog.text.count("writing failed") == 1

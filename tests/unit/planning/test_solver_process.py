@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from megatron_snip.errors import InfeasiblePlanError, PlanningError, SnipError, UsageError
+from megatron_snip.planning import solver_process
 from megatron_snip.planning.planner import make_plan
 from megatron_snip.planning.settings import PlanSettings
 from megatron_snip.planning.solver_process import (
@@ -22,6 +23,7 @@ from megatron_snip.planning.solver_process import (
     SolverProcess,
     worker_command,
 )
+from megatron_snip.plugins import load_plugins
 from tests.unit.planning.build import plan_of, problem_of
 
 PROBLEM = problem_of([[0.0, 1.0], [0.0, 2.0], [0.0, 3.0]], target=0.3)
@@ -109,6 +111,22 @@ def test_failures_are_errors_and_the_next_submit_starts_a_new_child(
             solver.submit(PROBLEM, PlanSettings())
             with pytest.raises(SnipError, match=word):
                 solver.result(LONG_S)
+
+
+def test_a_solver_without_memory_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The child's limit is real; it answers, and works again on what fits."""
+    monkeypatch.setattr(solver_process, "loaded_plugins", lambda: ("tests.nightly.hungry",))
+    load_plugins(["tests.nightly.hungry"])
+    with closing(SolverProcess()) as solver:
+        for policy in ("hungry", "snip"):
+            solver.submit(PROBLEM, PlanSettings(policy=policy))
+            if policy == "hungry":
+                with pytest.raises(PlanningError, match="the solver process is out of memory"):
+                    solver.result(LONG_S)
+        assert solver.result(LONG_S).policy == "snip"
+    assert "Traceback" not in capfd.readouterr().err
 
 
 def test_a_child_that_hangs_is_ended_and_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
