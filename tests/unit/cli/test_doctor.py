@@ -59,7 +59,10 @@ def test_the_recommended_command_fits_the_machine(found: Machine, implementation
 def test_an_import_that_ends_the_process_is_shown(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ends = {"crashes": "import os, signal; os.kill(os.getpid(), signal.SIGKILL)", "leaves": "import os; os._exit(3)"}
+    ends = {
+        "crashes": "import os, signal; os.kill(os.getpid(), signal.SIGKILL)",
+        "leaves": "import os; os._exit(3)",
+    }
     ends |= {"exits": "raise SystemExit('no licence')", "works": ""}
     for name, text in ends.items():
         (tmp_path / f"{name}.py").write_text(text)
