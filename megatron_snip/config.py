@@ -205,7 +205,8 @@ class PlanFields(Section):
 
     plan_file: Path | None = None
     """Start with this plan, a plans/<iteration>.json of another run. It must have the pins and use
-    no other formats. A resumed run starts with it only if the stopped run had another one."""
+    no other formats. A resumed run starts with it only if the stopped run had another file, or
+    another plan in it."""
 
 
 class GuardFields(Section):
