@@ -2,6 +2,7 @@
 
 import errno
 import logging
+from functools import partial
 from typing import Any
 
 import pytest
@@ -84,23 +85,28 @@ def test_a_writer_that_fails_is_logged_in_full(caplog: pytest.LogCaptureFixture)
 
 
 @pytest.mark.parametrize(
-    ("error", "line"),
+    ("errors", "line"),
     [
-        (OSError(errno.ENOSPC, "No space left"), "OSError: [Errno 28] No space left"),
-        (OSError(errno.ENOSPC, "No space left", "a.png"), "OSError: [Errno 28] No space left"),
-        (PermissionError("set WANDB_DATA_DIR"), "PermissionError: set WANDB_DATA_DIR"),
+        ([OSError(errno.ENOSPC, "No space left")] * 2, "OSError: [Errno 28] No space left"),
+        (
+            [OSError(errno.ENOSPC, "No space left", name) for name in ("a.png", "b.png")],
+            "OSError: [Errno 28] No space left: 'a.png'",
+        ),
+        (
+            [PermissionError("set WANDB_DATA_DIR")] * 2,
+            "PermissionError: set WANDB_DATA_DIR",
+        ),
     ],
 )
 def test_a_folder_that_takes_nothing_is_one_line(
-    caplog: pytest.LogCaptureFixture, error: OSError, line: str
+    caplog: pytest.LogCaptureFixture, errors: list[OSError], line: str
 ) -> None:
-    def fails() -> None:
+    def fails(error: OSError) -> None:
         raise error
 
-    for name in (error.filename, "b.png"):
-        error.filename = name
+    for error in errors:
         with pytest.raises(RemoteFailure):
-            attempt("writing", fails, None)
+            attempt("writing", partial(fails, error), None)
     assert tracebacks(caplog) == []
     assert f"writing failed: {line}" in caplog.text
     assert caplog.text.count("writing failed") == 1
