@@ -149,7 +149,7 @@ def _check_shape(text: str, source: str) -> None:
         elif isinstance(event, yaml.AliasEvent):
             aliases += 1
             if event.anchor in anchors:
-                raise UsageError(f"{source}: '*{shortened(event.anchor, 80)}' contains itself")
+                raise UsageError(f"{source}: '*{shortened(str(event.anchor), 80)}' contains itself")
         if len(anchors) > _MAX_DEPTH:
             raise UsageError(f"{source} is nested deeper than {_MAX_DEPTH} levels")
         if aliases > _MAX_ALIASES:
