@@ -9,6 +9,7 @@ import argparse
 import importlib
 import logging
 import sys
+import warnings
 from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
@@ -103,5 +104,8 @@ def run_command(words: Sequence[str]) -> int:
             f"unknown command '{name}'{did_you_mean(name, COMMANDS)}; commands are {commands}"
         )
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
+    # When it is imported, Megatron tells which packages it does without.
+    logging.getLogger("megatron").setLevel(logging.WARNING)
+    warnings.filterwarnings("ignore", module=r"megatron\.")
     args = build_parser(name).parse_args(words)
     return int(load(args.command).run(args))

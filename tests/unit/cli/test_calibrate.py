@@ -6,6 +6,7 @@ from megatron_snip.formats import FORMATS
 from megatron_snip.planning.calibration import read_calibration
 from megatron_snip.planning.plan import PrecisionPlan
 from megatron_snip.planning.problem import write_problem
+from tests.processes import run_python
 from tests.unit.planning.build import problem_of
 
 QUICK = ["--seconds", "1e-6"]
@@ -55,3 +56,11 @@ def test_shapes_come_from_a_training_config_as_a_rank_holds_them(
         "*.mlp.linear_fc1": (512, 256),
         "*.mlp.linear_fc2": (256, 256),
     }
+
+
+def test_a_bad_shape_is_one_line_beside_what_megatron_tells() -> None:
+    """In a process of its own, whose imports would print warnings and log lines."""
+    words = ("calibrate", "--linear", "x=12", "--output", "t.json")
+    done = run_python("-m", "megatron_snip", *words, PYTHONWARNINGS="default::UserWarning")
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
+    assert "'x=12' is not GLOB=OUTxIN" in done.stderr
