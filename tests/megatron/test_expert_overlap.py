@@ -1,0 +1,42 @@
+"""`--overlap-moe-expert-parallel-comm`: a microbatch's forward runs among another's backward."""
+
+import json
+
+import pytest
+
+from tests.megatron.lab import COLLECT_ONLY, SNIP, Lab, applied_plans, logged, weights
+from tests.megatron.test_fsdp import numbers
+
+OVERLAP = ["--overlap-moe-expert-parallel-comm"]
+FP8 = ["--fp8-format", "e4m3", "--fp8-recipe", "mxfp8", "--train-iters", "6", "--num-layers", "2"]
+PLANS = [*FP8, *SNIP, "--snip-formats", "bf16,fp8"]
+STREAMS = {"CUDA_DEVICE_MAX_CONNECTIONS": "32"}  # Megatron asks for several
+
+
+def test_measuring_changes_no_bit(te_lab: Lab) -> None:
+    plain = te_lab.run("te ep2", [*FP8, *OVERLAP], STREAMS)
+    collected = te_lab.run("te ep2", [*FP8, *OVERLAP, *COLLECT_ONLY], STREAMS)
+    assert weights(collected) == weights(plain)
+    assert logged(collected) == logged(plain)
+
+
+def test_statistics_are_those_of_megatrons_ordinary_schedule(te_lab: Lab) -> None:
+    folders = [
+        te_lab.run("te ep2", [*FP8, *overlap, *COLLECT_ONLY], STREAMS).output / "divergences"
+        for overlap in (OVERLAP, [])
+    ]
+    found, expected = (
+        dict(numbers(json.loads((folder / "3.json").read_text()), "")) for folder in folders
+    )
+    assert found == pytest.approx(expected, rel=1e-3)
+
+
+def test_plans_run_as_in_the_ordinary_schedule(te_lab: Lab) -> None:
+    """Some experts in BF16: their input must outlive the forward."""
+    run = te_lab.run("te ep2", [*PLANS, *OVERLAP], STREAMS)
+    truth = te_lab.run("te ep2", PLANS, STREAMS)
+    run.finished()
+    assert applied_plans(run) == applied_plans(truth) == [5], run.report
+    assert {i: float(x) for i, x in logged(run).items()} == pytest.approx(
+        {i: float(x) for i, x in logged(truth).items()}, rel=1e-4
+    )
