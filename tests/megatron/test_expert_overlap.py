@@ -8,6 +8,7 @@ from tests.megatron.lab import COLLECT_ONLY, SNIP, Lab, applied_plans, logged, w
 from tests.megatron.test_fsdp import numbers
 
 OVERLAP = ["--overlap-moe-expert-parallel-comm"]
+DELAYED = [*OVERLAP, "--delay-wgrad-compute"]
 FP8 = ["--fp8-format", "e4m3", "--fp8-recipe", "mxfp8", "--train-iters", "6", "--num-layers", "2"]
 PLANS = [*FP8, *SNIP, "--snip-formats", "bf16,fp8"]
 STREAMS = {"CUDA_DEVICE_MAX_CONNECTIONS": "32"}  # Megatron asks for several
@@ -31,9 +32,10 @@ def test_statistics_are_those_of_megatrons_ordinary_schedule(te_lab: Lab) -> Non
     assert found == pytest.approx(expected, rel=1e-3)
 
 
-def test_plans_run_as_in_the_ordinary_schedule(te_lab: Lab) -> None:
+@pytest.mark.parametrize("overlap", [OVERLAP, DELAYED], ids=["overlap", "delayed wgrad"])
+def test_plans_run_as_in_the_ordinary_schedule(te_lab: Lab, overlap: list[str]) -> None:
     """Some experts in BF16: their input must outlive the forward."""
-    run = te_lab.run("te ep2", [*PLANS, *OVERLAP], STREAMS)
+    run = te_lab.run("te ep2", [*PLANS, *overlap], STREAMS)
     truth = te_lab.run("te ep2", PLANS, STREAMS)
     run.finished()
     assert applied_plans(run) == applied_plans(truth) == [5], run.report
