@@ -22,6 +22,7 @@ from megatron_snip.linears.te.gathered_weights import gathers_exact
 from megatron_snip.linears.te.machine import (
     OVERRIDE,
     Machine,
+    conflicting_settings,
     forward_only,
     te_support,
     this_machine,
@@ -124,7 +125,7 @@ def _log_recipes(formats: Sequence[str], machine: Machine) -> None:
             f"snip: no plan can have the run's own recipe ({machine.run.flags}): linears run the "
             "recipes above",
         )
-    for line in unmeasured_settings(formats, machine):
+    for line in (*conflicting_settings(machine), *unmeasured_settings(formats, machine)):
         warn_once_per_job(logger, f"snip: {line}")
 
 

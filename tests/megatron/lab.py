@@ -71,6 +71,13 @@ WITH_TE = {
     "cp2": (2, [*TE, "--context-parallel-size", "2"]),
     "one hybrid": (1, [*TE, *MAMBA, *OVERLAP, "--hybrid-layer-pattern", "M*-M"]),
     "hybrid": (2, [*LAYOUTS["tp2"][1], *TE, *MAMBA, "--hybrid-layer-pattern", "M*-M"]),
+    "hybrid in whole tiles": (
+        2,
+        [
+            *(*LAYOUTS["tp2"][1], *TE, "--sequence-parallel", *MAMBA, "--mamba-head-dim", "4"),
+            *("--hybrid-layer-pattern", "M*-M"),
+        ],
+    ),
     "hybrid-pp2": (2, [*LAYOUTS["pp2"][1], *TE, *MAMBA, "--hybrid-layer-pattern", "M*|-M"]),
     "mtp": (2, [*LAYOUTS["pp2"][1], "--mtp-num-layers", "1", "--position-embedding-type", "rope"]),
     "latent": (2, [*LAYOUTS["tp2"][1], *TE, *LATENT]),

@@ -9,6 +9,7 @@ import pytest
 
 from tests.megatron import lab as settings
 from tests.megatron.lab import Lab, applied_plans, logged, weights
+from tests.megatron.test_te import options
 
 SIMULATE = ["--snip-backend", "simulate"]  # the machine has no tensor cores
 SNIP, COLLECT_ONLY = [*settings.SNIP, *SIMULATE], [*settings.COLLECT_ONLY, *SIMULATE]
@@ -49,6 +50,26 @@ def test_all_linears_are_planned_and_measuring_changes_no_bit(te_lab: Lab, layou
     plan = json.loads((run.output / "plans" / "3.json").read_text())["linears"]
     assert list(plan) == LINEARS[layout]
     assert {gemms["fprop"] for gemms in plan.values()} == {"fp4", "fp8"}
+
+
+@pytest.mark.parametrize("layout", ["hybrid", "hybrid in whole tiles", "latent"])
+def test_models_run_the_recipes_of_transformer_engine(te_lab: Lab, layout: str) -> None:
+    """Measured and off they are bitwise the job's own; a plan's recipes train."""
+    plain = te_lab.run(layout, plain=True)
+    measured = te_lab.run(layout, settings.COLLECT_ONLY)
+    off = te_lab.run(layout, [*settings.SNIP, "--snip-policy", "uniform-bf16"])
+    for run in (measured, off):
+        assert weights(run) == weights(plain)
+        assert [r["losses"] for r in run.finished()] == [r["losses"] for r in plain.finished()]
+    run = te_lab.run(layout, settings.SNIP)
+    assert applied_plans(run) == [5, 9], run.report
+    assert logged(run)[4] == logged(plain)[4] and logged(run)[5] != logged(plain)[5]
+    recipes = options(run.output, 5)
+    # Half of in_proj, 292 rows, is no multiple of 16.
+    odd = {n for n in recipes if n.endswith("in_proj")} if layout == "hybrid" else set()
+    assert {name for name, recipe in recipes.items() if recipe == "bf16"} == odd
+    assert set(recipes.values()) - {"bf16"} == {"mxfp8", "nvfp4"}
+    assert ("weight's shard (292, 128) is not a multiple of 32" in run.logs[0]) == bool(odd)
 
 
 def test_context_parallel_ranks_add_up_to_the_statistics_of_one(te_lab: Lab) -> None:

@@ -1,10 +1,12 @@
 """Unmodified scripts of Megatron-LM, of releases and of its development branch, on two CPU ranks.
 
 MEGATRON_MAIN is a clone of Megatron-LM; its branch (main) and the tags of releases are unpacked
-from it. They find Transformer Engine's own Python, and stand-ins of Mamba's kernels. When all of
+from it. The newest release has no tag there: its wheel, which is installed, runs the scripts of the
+last tag. All find Transformer Engine's own Python, and stand-ins of Mamba's kernels. When all of
 them have passed, the table of docs/megatron.md is written.
 """
 
+import importlib.metadata
 import os
 import subprocess
 import zipfile
@@ -18,7 +20,10 @@ from tests.distributed.launch import ROOT
 from tests.megatron.lab import MAMBA, Lab, applied_plans, logged
 
 CLONE = os.environ.get("MEGATRON_MAIN")
-RELEASES = {v: f"core_v{v}" for v in ("0.16.1", "0.17.1", "0.18.2", "0.19.0")} | {"main": "HEAD"}
+RELEASES = {v: f"core_v{v}" for v in ("0.16.1", "0.17.1", "0.18.2", "0.19.0")}
+RELEASES |= {"0.19.2": "core_v0.19.0", "main": "HEAD"}
+"""Release -> where its scripts are."""
+INSTALLED = "0.19.2"
 SCRIPT = {
     "pretrain_gpt.py": [],
     "pretrain_hybrid.py": [
@@ -68,7 +73,8 @@ def table() -> str:
     lines += ["| --- " * (1 + len(CASES)) + "|"]
     for release, ref in RELEASES.items():
         commit = git("log", "-1", "--format=%h of %cs", ref).decode().strip()
-        names = [f"{release} ({commit})"] + ["passed"] * len(CASES)
+        source = "its wheel, scripts of 0.19.0" if release == INSTALLED else commit
+        names = [f"{release} ({source})"] + ["passed"] * len(CASES)
         lines.append(f"| {' | '.join(names)} |")
     return "\n".join(lines) + "\n"
 
@@ -80,8 +86,13 @@ def release(
     """A release, its checkout and runs whose ranks import Megatron from there."""
     if not git("tag", "-l", RELEASES[request.param]) and request.param != "main":
         pytest.skip(f"the clone has no tag {RELEASES[request.param]}")
+    is_installed = request.param == INSTALLED
+    if is_installed and importlib.metadata.version("megatron-core") != INSTALLED:
+        pytest.skip(f"megatron-core {INSTALLED} is not installed")
     folder = tmp_path_factory.mktemp("megatron")
-    archive = git("archive", RELEASES[request.param])
+    scripts = git("ls-tree", "--name-only", RELEASES[request.param]).decode().split()
+    scripts = [name for name in scripts if name.endswith(".py")]
+    archive = git("archive", RELEASES[request.param], *(scripts if is_installed else ()))
     subprocess.run(["tar", "x", "-C", str(folder)], input=archive, check=True)
     with closing(Lab(folder, folder, ROOT / "tests" / "stand_ins", with_te=True)) as lab:
         yield request.param, folder, lab
@@ -128,7 +139,7 @@ def test_a_resumed_run_on_transformer_engine_is_bitwise_the_uninterrupted(
 ) -> None:
     """Stopped under its first plan, which the checkpoint holds."""
     version, folder, lab = release
-    if version not in ("0.16.1", "0.19.0"):
+    if version not in ("0.16.1", INSTALLED):
         pytest.skip("the oldest release and the newest are enough")
     path = str(folder / "pretrain_gpt.py")
     flags = [*TRAINING, *SNIP, "--ckpt-format", "torch", "--save-interval", "100"]

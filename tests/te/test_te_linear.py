@@ -244,7 +244,7 @@ def gathering(with_norm: bool) -> RecipeTELinear:
     return linear
 
 
-LOSES_BITS = "wgrad cannot have more bits than fprop"
+LOSES_BITS = "wgrad needs fprop's format or one of fewer bits"
 FAILS = "cannot gather an input that is NVFP4 in wgrad alone"
 GATHERED = {  # option -> what refuses it with a fused norm, and without one
     "mxfp8": ("", ""),
@@ -258,6 +258,8 @@ GATHERED = {  # option -> what refuses it with a fused norm, and without one
     "mxfp8-mxfp8-bf16": (LOSES_BITS, ""),
     "mxfp8-nvfp4-bf16": (LOSES_BITS, LOSES_BITS),
     "fp8_tensorwise-mxfp8-bf16": (LOSES_BITS, LOSES_BITS),
+    "fp8_tensorwise-mxfp8-mxfp8": (LOSES_BITS, LOSES_BITS),
+    "mxfp8-mxfp8-fp8_tensorwise": (LOSES_BITS, ""),
     "fp8_tensorwise-mxfp8-nvfp4": ("", ""),
     "mxfp8-mxfp8-nvfp4": ("", FAILS),
     "bf16-mxfp8-nvfp4": ("", FAILS),
@@ -275,6 +277,19 @@ def test_what_a_gathered_input_cannot_be(with_norm: bool) -> None:
         assert wanted[not with_norm] in reason and bool(reason) == bool(wanted[not with_norm])
     linear.module.sequence_parallel = False
     assert not any(linear.refusal(Option.parse(text)) for text in GATHERED)
+
+
+def test_scales_per_token_cannot_be_gathered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Transformer Engine shares no amax of a row: "does not support amax reduction"."""
+    monkeypatch.setenv("NVTE_NVFP4_ROW_SCALED_ACTIVATION", "1")
+    monkeypatch.setenv("NVTE_NVFP4_DISABLE_RHT", "1")
+    linear = gathering(with_norm=True)
+    for text in ("nvfp4", "nvfp4-mxfp8-nvfp4", "mxfp8-nvfp4-nvfp4"):
+        wanted = "cannot gather an input with one FP32 scale per token (NVTE_NVFP4_ROW_SCALED"
+        assert wanted in str(linear.refusal(Option.parse(text)))
+    assert linear.refusal(Option.parse("mxfp8-nvfp4-mxfp8")) is None
+    linear.module.sequence_parallel = False
+    assert linear.refusal(Option.parse("nvfp4")) is None
 
 
 def test_row_parallel_linears_gather_no_input() -> None:

@@ -163,6 +163,8 @@ def te_support(name: str, machine: Machine) -> tuple[str, str]:
         return "", "Transformer Engine cannot be imported"
     if found in machine.te_unavailable:
         return "", machine.te_unavailable[found]
+    for conflict in _conflicts(found):
+        return "", conflict
     effects = "".join(f", {setting.effect} ({setting.variable})" for setting in _active(found))
     if machine.backward_override:
         effects += f", dgrad and wgrad in BF16 ({OVERRIDE})"
@@ -173,6 +175,22 @@ def te_support(name: str, machine: Machine) -> tuple[str, str]:
 def _active(recipe: str) -> list[Setting]:
     """Return the environment's settings that change a recipe."""
     return [setting for setting in RECIPES[recipe].settings if setting.is_active(os.environ)]
+
+
+def _conflicts(recipe: str) -> list[str]:
+    """Return why Transformer Engine cannot run a recipe as the environment sets it."""
+    conflicts = (setting.conflict(os.environ) for setting in _active(recipe))
+    return [text for text in conflicts if text is not None]
+
+
+def conflicting_settings(machine: Machine) -> list[str]:
+    """Return a line for each recipe of the GPU that the environment's settings exclude."""
+    return [
+        f"{recipe} cannot run: {text}"
+        for recipe in RECIPES
+        if machine.runs_on(RECIPES[recipe].gpus) or recipe == machine.run_recipe
+        for text in _conflicts(recipe)
+    ]
 
 
 def measured_format(name: str, backend: Backend, machine: Machine) -> Format:

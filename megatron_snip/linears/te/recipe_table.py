@@ -61,16 +61,29 @@ class Setting(NamedTuple):
         effect: what they do, as messages show it.
         changes: the fields of the recipe's `Format` that they change; None if the statistics cannot
             be measured in this way.
+        needs: variables that must be 1 as well; without them Transformer Engine raises an error in
+            the first forward.
+        is_gathered: whether a linear can run it that gathers its input (sequence parallelism).
     """
 
     variable: str
     values: tuple[str, ...]
     effect: str
     changes: Mapping[str, Any] | None = None
+    needs: tuple[str, ...] = ()
+    is_gathered: bool = True
 
     def is_active(self, environment: Mapping[str, str]) -> bool:
         """Return whether the environment changes the recipe."""
         return environment.get(self.variable, "") in self.values
+
+    def conflict(self, environment: Mapping[str, str]) -> str | None:
+        """Return why Transformer Engine cannot run an active setting, or None if it can."""
+        missing = [f"{name}=1" for name in self.needs if environment.get(name) != "1"]
+        if not missing:
+            return None
+        value = environment[self.variable]
+        return f"{self.variable}={value} ({self.effect}) runs only with {' and '.join(missing)}"
 
 
 @dataclass(frozen=True)
@@ -236,11 +249,19 @@ _NVFP4 = GemmRecipe(
             variable="NVTE_NVFP4_ROW_SCALED_ACTIVATION",
             values=("1",),
             effect="one FP32 scale per token",
+            needs=("NVTE_NVFP4_DISABLE_RHT",),
+            is_gathered=False,
         ),
         Setting(
             variable="NVTE_NVFP4_4OVER6",
-            values=("weights", "activations", "all"),
+            values=("weights",),
+            effect="blocks of W scaled to 4 or 6, whichever is closer",
+        ),
+        Setting(
+            variable="NVTE_NVFP4_4OVER6",
+            values=("activations", "all"),
             effect="blocks scaled to 4 or 6, whichever is closer",
+            needs=("NVTE_NVFP4_DISABLE_RHT",),
         ),
     ),
 )

@@ -13,6 +13,7 @@ from megatron_snip.formats import FORMATS
 from megatron_snip.linears.availability import AvailableOptions, available_options
 from megatron_snip.linears.te.machine import (
     Machine,
+    conflicting_settings,
     measured_format,
     te_recipe,
     te_refusal,
@@ -136,12 +137,37 @@ def test_settings_of_the_environment_are_measured_or_named(monkeypatch: pytest.M
     assert not measured.stochastic_grad
     assert "no rotation (NVTE_NVFP4_DISABLE_RHT)" in te_support("fp4", machine)[1]
     assert unmeasured_settings(["bf16", "fp8", "fp4"], machine) == []
+    assert conflicting_settings(machine) == []
     monkeypatch.setenv("NVTE_NVFP4_4OVER6", "all")
     (line,) = unmeasured_settings(["bf16", "fp8", "fp4", "nvfp4"], machine)
     assert line.startswith("NVTE_NVFP4_4OVER6=all (")
     assert "the statistics of nvfp4 are those without it" in line
     simulated = measured_format("fp4", "simulate", machine)
     assert simulated == FORMATS["fp4"]
+
+
+@pytest.mark.parametrize(
+    ("variable", "value"),
+    [
+        ("NVTE_NVFP4_4OVER6", "all"),
+        ("NVTE_NVFP4_4OVER6", "activations"),
+        ("NVTE_NVFP4_ROW_SCALED_ACTIVATION", "1"),
+    ],
+)
+def test_a_setting_that_excludes_the_rotation_needs_it_off(
+    monkeypatch: pytest.MonkeyPatch, variable: str, value: str
+) -> None:
+    """Transformer Engine raises in the first forward; tests/te_on_cpu/test_nvfp4.py has that."""
+    machine = te(BLACKWELL)
+    monkeypatch.setenv(variable, value)
+    refusal = str(te_refusal(FP4, machine))
+    assert f"{variable}={value} (" in refusal
+    assert refusal.endswith("runs only with NVTE_NVFP4_DISABLE_RHT=1")
+    (line,) = conflicting_settings(machine)
+    assert line.startswith(f"nvfp4 cannot run: {variable}={value} (")
+    assert te_refusal(FP8, machine) is None and conflicting_settings(te(HOPPER)) == []
+    monkeypatch.setenv("NVTE_NVFP4_DISABLE_RHT", "1")
+    assert te_refusal(FP4, machine) is None and conflicting_settings(machine) == []
 
 
 @pytest.mark.parametrize("override", ["high_precision", "dequantized"])
