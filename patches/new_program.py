@@ -1,4 +1,4 @@
-"""A script that starts itself anew in its process (`os.execv`) is started with SNIP again.
+"""A script that starts itself or another script in its process (`os.execv`) starts it with SNIP.
 
 Recipe runners of Megatron-Bridge do so, to have environment variables set before Python starts.
 """
@@ -12,28 +12,31 @@ from typing import Any
 
 from megatron_snip.patches.registry import replace_attribute
 
+START = ("-m", "megatron_snip")
+"""Words before a script's name that start it with SNIP."""
+
 
 def keep_in_new_program(start: Sequence[str], flags: Sequence[str]) -> Callable[[], None]:
-    """From now on add words to the command line of a script that starts itself anew.
+    """From now on add words to the command line of a Python script that this process becomes.
 
     Args:
-        start: words before the script's name, e.g. `-m megatron_snip`.
+        start: words before this script's name, e.g. `START`; none if it imports SNIP itself.
         flags: words after the script's own.
 
     Returns:
         A function that ends it.
     """
-    script = Path(sys.argv[0]).resolve()
+    this_script = Path(sys.argv[0]).resolve()
 
     def with_snip(original: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(original)
         def execute(path: Any, args: Sequence[Any], *environment: Any) -> Any:
             words = [os.fsdecode(word) for word in args]
-            # Where the script's name stands; 0 is Python's, and means that it does not.
-            place = next((i for i, x in enumerate(words) if i and Path(x).resolve() == script), 0)
-            has_snip = set(start) & set(words[:place])
-            if place and not has_snip:
-                words = [*words[:place], *start, *words[place:], *flags]
+            place = _place_of_script(words)
+            if place and START[1] not in words[:place]:
+                is_this = Path(words[place]).resolve() == this_script
+                before = start if is_this else start or START
+                words = [*words[:place], *before, *words[place:], *flags]
             return original(path, words, *environment)
 
         return execute
@@ -49,3 +52,13 @@ def keep_in_new_program(start: Sequence[str], flags: Sequence[str]) -> Callable[
             each()
 
     return end
+
+
+def _place_of_script(words: Sequence[str]) -> int:
+    """Return where a command line names the script that Python runs; 0 if it does not."""
+    is_python = False
+    for place, word in enumerate(words):
+        if is_python and word.endswith(".py") and Path(word).is_file():
+            return place
+        is_python = is_python or Path(word).name.startswith("python")
+    return 0

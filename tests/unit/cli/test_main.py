@@ -161,6 +161,25 @@ def test_a_script_that_starts_itself_anew_keeps_snip(tmp_path: Path) -> None:
     assert on_cpu
 
 
+ANOTHER = """
+import os, sys
+words = [sys.executable, "recipe.py", *sys.argv[1:]]
+os.execvpe(sys.executable, words, {**os.environ, "AGAIN": ""})
+"""
+
+
+@pytest.mark.parametrize("start", ["-m megatron_snip", ""], ids=["runner", "auto"])
+def test_a_script_that_starts_another_one_keeps_snip(tmp_path: Path, start: str) -> None:
+    """Bridge's performance recipes are started by such a script."""
+    (tmp_path / "recipe.py").write_text(AGAIN)
+    in_code = "" if start else "import megatron_snip.auto"
+    (tmp_path / "bootstrap.py").write_text(in_code + ANOTHER)
+    words = [*start.split(), "bootstrap.py", "--snip", "a=b"]
+    done = run_python(*words, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout.splitlines()[-1]) == [["a=b"], {"snip_enabled": True}, False]
+
+
 def test_a_script_for_another_release_of_bridge_gets_one_more_line(tmp_path: Path) -> None:
     name = "megatron.bridge.recipes.llama"
     text = f"raise ImportError('cannot import name x', name={name!r})"
