@@ -94,6 +94,7 @@ class Session:
     Attributes:
         cli_flags: `--snip-*` flags of the command line, by attribute of the namespace.
         config: settings of a SnipCallback, which take the place of flags, or None.
+        has_callback: whether the script has created a SnipCallback.
         reached_loop: whether a training loop of Megatron's was reached, or its parser.
         args: the job's settings, where a loop has noted them before it builds the model.
         makes_plans: whether linears may change; False if SNIP only measures.
@@ -107,6 +108,7 @@ class Session:
 
     cli_flags: dict[str, Any] = field(default_factory=dict)
     config: SnipConfig | None = None
+    has_callback: bool = False
     reached_loop: bool = False
     args: Namespace | None = None
     makes_plans: bool = True

@@ -34,6 +34,7 @@ class SnipCallback:
 
         self.config = exit_on_error(lambda: _checked(config))
         self._session = install_for_callback()
+        self._session.has_callback = True
 
     def on_train_start(self, context: Any) -> None:
         """Check that `pretrain` has attached a controller."""

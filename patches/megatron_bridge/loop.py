@@ -11,6 +11,7 @@ from typing import Any
 
 from megatron_snip.config import SnipConfig
 from megatron_snip.errors import UsageError
+from megatron_snip.log import warn_once_per_job
 from megatron_snip.patches import cpu, overlap_buffers
 from megatron_snip.patches.arguments import exit_on_error, snip_config
 from megatron_snip.patches.attach import attach
@@ -19,6 +20,8 @@ from megatron_snip.patches.megatron_bridge.callback import callbacks_in
 from megatron_snip.patches.megatron_bridge.settings import set_for_cpu, settings_of
 from megatron_snip.patches.registry import BRIDGE, CORE, Call, Session, patch
 from megatron_snip.patches.step import end_step, run_evaluation, run_step, schedule_of_evaluation
+
+logger = logging.getLogger(__name__)
 
 PRETRAIN = "megatron.bridge.training.pretrain"
 SETUP = "megatron.bridge.training.setup"
@@ -147,6 +150,12 @@ def _check(callbacks: Any, session: Session) -> None:
     """
     found = callbacks_in(callbacks)
     session.config = found[0].config if found else None
+    if session.has_callback and not (found or session.cli_flags):
+        warn_once_per_job(
+            logger,
+            "SNIP does nothing in this training run: pretrain did not get the SnipCallback; "
+            "write pretrain(cfg, forward_step, callbacks=[snip])",
+        )
     if len(found) > 1:
         raise UsageError(f"pretrain got {len(found)} SnipCallbacks; give it one")
     if found and session.cli_flags:

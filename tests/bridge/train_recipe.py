@@ -81,8 +81,9 @@ def recipe_of(words: Sequence[str]) -> Any:
     name, *overrides = words
     recipes = {"llama": llama32_1b_pretrain_config, "moe": qwen3_30b_a3b_pretrain_config}
     experts = EXPERTS.split() if name == "moe" else []
-    shrunk = [*SHRUNK.split(), *experts, *overrides]
-    cfg = process_config_with_overrides(recipes[name](), cli_overrides=shrunk)
+    cfg = recipes[name]()
+    shrunk = _as_named_by(cfg, [*SHRUNK.split(), *experts, *overrides])
+    cfg = process_config_with_overrides(cfg, cli_overrides=shrunk)
     if "TINY_PRECISION" in os.environ:
         from megatron.bridge.training.mixed_precision import get_mixed_precision_config
 
@@ -97,6 +98,20 @@ def recipe_of(words: Sequence[str]) -> Any:
 
         cfg.model.register_pre_wrap_hook(set_weights)
     return cfg
+
+
+def _as_named_by(cfg: Any, overrides: Sequence[str]) -> list[str]:
+    """Return overrides of 0.6 with the names that an older release has for some settings."""
+    names = {}
+    if "seq_length" not in cfg.dataset.__dataclass_fields__:
+        names["dataset.seq_length="] = "dataset.sequence_length="
+    if not hasattr(cfg, "validation"):
+        names["validation."] = "train."
+    renamed = []
+    for override in overrides:
+        old = next((name for name in names if override.startswith(name)), "")
+        renamed.append(names.get(old, "") + override.removeprefix(old))
+    return renamed
 
 
 def breaking(forward_step: Callable[..., Any]) -> Callable[..., Any]:

@@ -13,6 +13,7 @@ from unittest.mock import MagicMock
 import pytest
 
 from megatron_snip.bridge import SnipCallback, SnipConfig
+from megatron_snip.log import warn_once
 from megatron_snip.patches.install import MEGATRON_BRIDGE, REGISTRY, install_for
 from megatron_snip.patches.megatron_bridge import loop
 from megatron_snip.patches.megatron_bridge.settings import set_for_cpu, settings_of
@@ -109,6 +110,7 @@ def bridge(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeBridge]:
     REGISTRY.uninstall()
     REGISTRY.session.cli_flags = {}
     REGISTRY.session.config = None
+    REGISTRY.session.has_callback = False
 
 
 @pytest.fixture
@@ -239,6 +241,18 @@ def test_two_sources_of_settings_are_one_too_many(
     line = ends_in_one_line(capsys, lambda: bridge.pretrain(cfg_of(), two))
     assert "pretrain got 2 SnipCallbacks; give it one" in line
     assert bridge.calls == []
+
+
+def test_a_callback_that_pretrain_does_not_get_is_missed(
+    bridge: FakeBridge, attached: list[Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    warn_once.cache_clear()
+    callback = SnipCallback(SnipConfig())
+    bridge.pretrain(cfg_of(), [callback])
+    assert attached and not caplog.records
+    bridge.pretrain(cfg_of())
+    assert "pretrain did not get the SnipCallback; write pretrain(" in caplog.text
+    assert len(attached) == 1
 
 
 def test_a_callback_of_another_loop_says_so(
