@@ -99,6 +99,14 @@ INCOMPATIBLE_FLAGS: tuple[FlagRow, ...] = (
         remedy="train all weights",
     ),
     FlagRow(
+        "distillation (a teacher in Megatron-Bridge's model)",
+        given("teacher"),
+        plans="refuses",
+        collects="refuses",
+        text="linears of the teacher run in the same iteration and are not trained",
+        remedy="train without a teacher",
+    ),
+    FlagRow(
         "dist.use_decentralized_pg (Megatron-Bridge)",
         given("use_decentralized_pg"),
         plans="refuses",

@@ -38,11 +38,12 @@ LAYOUTS = {
 class Lab:
     """Runs the training in many ways, each once."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *packages: Path) -> None:
+        """Write to `folder`; ranks import from `packages` before all others."""
         self.folder = folder
         write_hub(folder / "hub")
         os.environ["HF_HUB_CACHE"] = str(folder / "hub")  # ranks inherit it
-        self._server = Server(preload=["tests.bridge.script"])
+        self._server = Server(*packages, preload=["tests.bridge.script"])
         self._runs: dict[Any, Run] = {}
 
     def run(

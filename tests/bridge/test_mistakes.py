@@ -21,6 +21,7 @@ MISTAKES = {
         {},
         "--snip cannot run with dist.use_decentralized_pg (Megatron-Bridge): ",
     ),
+    "distillation": (["--snip"], {"TINY_TEACHER": "1"}, "--snip cannot run with distillation "),
 }
 
 

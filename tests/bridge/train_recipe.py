@@ -11,8 +11,10 @@ TINY_BREAK: the loss is infinite whenever a linear runs FP4.
 TINY_WEIGHTS: weights are those of `weights.py`, which do not depend on the loop.
 TINY_PRECISION: name of the recipe's mixed precision; weights are stored in BF16.
 TINY_QUANT: `model.quant_recipe` as JSON.
+TINY_TEACHER: the model has a teacher, which is a copy of itself.
 """
 
+import copy
 import functools
 import hashlib
 import json
@@ -93,6 +95,10 @@ def recipe_of(words: Sequence[str]) -> Any:
         from megatron.core.quantization.quant_config import RecipeConfig
 
         cfg.model.quant_recipe = RecipeConfig.from_config_dict(json.loads(os.environ["TINY_QUANT"]))
+    if "TINY_TEACHER" in os.environ:
+        from megatron.bridge.models.distillation_provider import convert_to_distillation_provider
+
+        cfg.model = convert_to_distillation_provider(cfg.model, copy.deepcopy(cfg.model))
     if "TINY_WEIGHTS" in os.environ:
         from tests.bridge.weights import set_weights
 

@@ -20,6 +20,7 @@ ACTIVE: dict[str, dict[str, Any]] = {
     "kitchen": {"kitchen_recipe_number": 0},
     "--perform-rl-step": {"perform_rl_step": True},
     "peft": {"peft": "lora"},
+    "distillation": {"teacher": "provider"},
     "dist.use_decentralized_pg": {"use_decentralized_pg": True},
     "--exp-avg-dtype": {"exp_avg_dtype": torch.float16},
     "--fp8-param-gather with": {
