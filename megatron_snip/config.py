@@ -91,7 +91,7 @@ class Section(BaseModel):
     @field_validator("*")
     @classmethod
     def _expand_home(cls, value: Any) -> Any:
-        """Read `~` as a shell would that had not been stopped by quotes."""
+        """Expand `~` to the home directory: the shell does not if the path is quoted."""
         if isinstance(value, Path) and str(value).startswith("~"):
             try:
                 return value.expanduser()
@@ -294,7 +294,7 @@ class SnipConfig(ScheduleFields, MeasureFields, PlanFields, GuardFields, ReportF
         return self
 
     def check_pins(self) -> None:
-        """Refuse a pin to an option that the formats, which `auto` is not, do not have.
+        """Refuse a pin to an option that the formats do not have. They must not be `auto`.
 
         Raises:
             UsageError: for the first such pin.
@@ -365,10 +365,10 @@ class SnipConfig(ScheduleFields, MeasureFields, PlanFields, GuardFields, ReportF
         return next(matching, None)
 
     def allows(self, option: Option) -> bool:
-        """Return whether the formats allow an option; bf16 changes nothing and is always one.
+        """Return whether the formats allow an option; bf16 is always allowed.
 
-        An entry that is an option of several formats allows each of them in its GEMM alone, unless
-        options differ per GEMM: then every GEMM may have every format.
+        By granularity gemm, every GEMM may have every format. By linear, a GEMM may have the
+        formats that some entry has in that GEMM: fp8-fp4-fp4 allows fp4 in dgrad and wgrad only.
         """
         if self.granularity == "gemm":
             return set(option.formats) <= {*self.named_formats, "bf16"}
@@ -422,7 +422,8 @@ class SnipConfig(ScheduleFields, MeasureFields, PlanFields, GuardFields, ReportF
         if not end < begin < train_iters:
             limits = f"{end} (end of target_schedule) and {train_iters} (of the run)"
             raise UsageError(f"got iteration {begin}, must be between {limits}", field="heal_from")
-        # A change of the target leads to a plan after so many iterations at most.
+        # The last target of 0 comes early enough for its plan to train: a plan that is on its way
+        # may take a measurement and a lag, and the new plan another lag.
         last = max(begin + 1, train_iters - 2 * self.lag - self.num_measuring)
         start_of_ramp = Point(begin, points[-1].target)
         end_of_ramp = Point(last, 0.0, ramp=True)

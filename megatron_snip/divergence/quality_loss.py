@@ -11,15 +11,17 @@ than the change of the loss (docs/measuring.md). `first_plus_fisher` is the pape
 
 The weight divergence scores the change of the next optimizer updates. `local_square` =
 |D * eW|^2 / |update|^2 is the change of the linear's own update through wgrad. The change of all
-updates through fprop grows with `aligned_fisher`. kappa makes its sum over linears 4 sqrt(n) times
-that of `local_square`, both in the lowest precision, with n microbatches in the iteration. Errors
-of wgrad are nearly independent from microbatch to microbatch; those of fprop partly repeat, since
-the rounding of the weight does. The change of the updates below through dgrad is small and about
-equal at all linears; an eighth of `local_square` stands for it. The factors come from brute force
-on one model (5 layers of width 192), and docs/measuring.md judges them on others.
+updates through fprop grows with `aligned_fisher`. kappa is chosen so that, in the lowest precision,
+the sum of kappa aligned_fisher over linears is 4 sqrt(n) times the sum of `local_square`, with n
+microbatches in the iteration. Errors of wgrad are nearly independent from microbatch to microbatch;
+those of fprop partly repeat, since the rounding of the weight does. The change of earlier layers'
+updates through dgrad is small and about equal at all linears; an eighth of `local_square` stands
+for it. The factors come from brute force on one model (5 layers of width 192), and
+docs/measuring.md judges them on others.
 
 The scores of the baselines are sums over the GEMMs; min-abs-err and min-rel-err also sum over a
-GEMM's operands A. `norms` is the paper's bound; C is that of X, W and G which is no operand:
+GEMM's operands A. `norms` is the paper's bound, where A and B are the operands of a GEMM, and C is
+the third of X, W and G:
 
     abs_error = sum |Q(A) - A|         rel_error = sum |Q(A) - A| / |A|
     norms     = sum |C| (|A| |Q(B) - B| + |Q(A) - A| |B|)
@@ -54,7 +56,7 @@ from megatron_snip.types import GEMM_OPERANDS, Gemm, Operand
 logger = logging.getLogger(__name__)
 
 FPROP_RATIO = 4.0
-"""Sum of the fprop terms over linears, as a multiple of that of `local_square`, one microbatch."""
+"""With one microbatch: sum over linears of the fprop terms, over the sum of `local_square`."""
 DGRAD_SHARE = 0.125
 """Share of `local_square` that stands for dgrad."""
 
@@ -141,7 +143,8 @@ def divergence_table(
             loss = _or_nan(loss_of, linear, option)
             weight = _or_nan(weight_of, linear, option)
             quality = _share(loss, loss_sum)
-            if config.weight_lambda > 0:  # what does not count cannot forbid
+            # With lambda 0 a weight divergence that is not finite forbids nothing.
+            if config.weight_lambda > 0:
                 quality += config.weight_lambda * _share(weight, weight_sum)
             if warn and not math.isfinite(quality):
                 text = "option %s is forbidden for %s at this refresh: its quality loss is %s"

@@ -6,14 +6,14 @@ Each GEMM quantizes its operands along its own contraction dimension. Operands a
 FP32 and multiplied with FP32 accumulation, then the result is rounded to the output's dtype once,
 as a block-scaled tensor-core GEMM does up to the order of its accumulation. On a GPU the
 dequantized operands of large GEMMs are BF16 (`matmul_fp32`). A bf16 GEMM is a plain product in
-its operands' dtype, but for wgrad that is added into an FP32 `main_grad`.
+its operands' dtype; only a wgrad that is added into an FP32 `main_grad` has an FP32 result.
 
 The autograd function does what pretraining uses of Megatron's own one: the all-gather of the input
 over the tensor-parallel group under sequence parallelism (in the forward, and overlapped with dgrad
 in the backward), the reduce-scatter or all-reduce of the input gradient overlapped with wgrad,
 accumulation into `main_grad` with `grad_added_to_main_grad`, bias, and frozen weights. The forward
-saves this rank's X for the backward. Where X's form for wgrad is no larger than X, X is quantized
-for both GEMMs at once, and that form is saved instead of X.
+saves this rank's X for the backward. Where X quantized for wgrad takes no more memory than X, the
+forward quantizes X for both GEMMs at once, and saves the quantized X of wgrad instead.
 
 Shapes: M tokens, K in_features, N out_features.
 """
@@ -127,6 +127,7 @@ class _QuantizedLinear(torch.autograd.Function):
             x, gathering = _start_gather(saved[0], call, async_op=True)
         dtype = operand_dtype(g, weight.shape[1])
         gemms = (Gemm.DGRAD, Gemm.WGRAD) if saved else (Gemm.DGRAD,)
+        # G for dgrad (tiles in rows), and for wgrad (tiles in columns) unless the weight is frozen.
         g_row, *g_col = quantize_activation(
             g, Operand.GRAD_OUTPUT, call.option, dtype, *gemms, stream=call.stream()
         )
@@ -169,19 +170,21 @@ def _prepare_input(
     if call.sequence_parallel:
         assert call.tp_group is not None
         num_shards = call.tp_group.size()
+    # The GEMM multiplies the gathered X, which has num_shards times the tokens.
     dtype = operand_dtype(input, weight.shape[0] * num_shards)
-    is_small = dtype.itemsize <= input.dtype.itemsize and not call.saves_input
-    before_gather = is_small and (num_shards == 1 or can_quantize_before_gather(option, num_rows))
+    may_save_quantized = dtype.itemsize <= input.dtype.itemsize and not call.saves_input
+    is_same = num_shards == 1 or can_quantize_before_gather(option, num_rows)
+    quantize_first = may_save_quantized and is_same  # before the gather, if there is one
     x = input
     saved = [input] if needs_wgrad else []
-    if before_gather:
+    if quantize_first:
         gemms = (Gemm.FPROP, Gemm.WGRAD) if needs_wgrad else (Gemm.FPROP,)
         x, *saved = quantize_activation(x, Operand.INPUT, option, dtype, *gemms)
     if call.sequence_parallel:
         x, _ = _start_gather(x, call)
-    if not before_gather:
+    if not quantize_first:
         (x,) = quantize_activation(x, Operand.INPUT, option, dtype, Gemm.FPROP)
-    return x, saved, before_gather
+    return x, saved, quantize_first
 
 
 def _start_gather(input: Tensor, call: LinearCall, async_op: bool = False) -> tuple[Tensor, Any]:
@@ -301,7 +304,8 @@ def activation_gemm(
         return torch.matmul(a, w.t() if is_fprop else w)
     used = operand_dtype(a, w.shape[0 if is_fprop else 1])
     block = operand_block(get_format(name), Operand.WEIGHT, gemm)
-    key = (name, block, used, w.data_ptr(), w._version)  # a loop may step inside of a pass
+    # The version: a training loop may change W (an optimizer step) before the cache is cleared.
+    key = (name, block, used, w.data_ptr(), w._version)
     cache = {} if cache is None else cache
     if key not in cache:
         cache[key] = quantize_dequantize_operand(w, name, Operand.WEIGHT, gemm, dtype=used)

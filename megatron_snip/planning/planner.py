@@ -47,8 +47,9 @@ def make_plan(
     start = time.monotonic()
     if previous is not None:
         previous.check_against(problem.names)
-    untied = problem
-    problem, settings = merged(untied, settings)
+    # Linears that must have one option (ties) are one linear from here until `spread`.
+    given = problem
+    problem, settings = merged(given, settings)
     policy = get_policy(settings.policy, problem)
     table = make_table(problem, settings.cost)
     hint = None
@@ -64,7 +65,8 @@ def make_plan(
     for row, column in enumerate(columns.tolist()):
         linears[table.names[row]] = parse_option(table.options(row)[column])
     objective = table.quality_loss(columns)
-    # The bound is one of the cost, which includes the price of the changes; the objective does not.
+    # The search bounds quality loss plus the price of changes; the plan's bound is of the quality
+    # loss alone.
     num_changes = float(changes(table, hint)[table.rows, columns].sum())
     bound = found.bound - settings.change_penalty * num_changes
     plan = PrecisionPlan(
@@ -83,9 +85,9 @@ def make_plan(
     faults = find_violations(plan, problem, settings, policy.heeds_target)
     if faults:
         raise PlanningError(f"policy '{settings.policy}' made an invalid plan: {faults[0]}")
-    if not untied.ties:
+    if not given.ties:
         return plan
-    linears = spread(linears, untied)
+    linears = spread(linears, given)
     return plan.model_copy(update={"linears": linears, "digest": assignment_digest(linears)})
 
 

@@ -1,14 +1,16 @@
 """Find the best assignment of a task, and prove how good it is.
 
-Each choice set has a search of its own:
+The linears are one choice set, or one for each pipeline stage where stages are independent. Each
+choice set has a search of its own:
 
     dual         a lower bound, and its growth if a choice is forced (`lagrangian.py`)
-    incumbent    the best known assignment; the first ones are next to the dual's maximum
+    incumbent    the best known assignment; at first the best of the hint and of those next to the
+                 dual's maximum
     core         a choice whose reduced cost exceeds (incumbent - bound) is in no better assignment
                  and is dropped; CP-SAT solves the rest, the most promising choices first
 
-The gap between dual and incumbent is a fraction of one linear's loss, so the core of a model with
-ten thousand linears has a few dozen of them. All searches share a fixed amount of work, counted in
+The gap between dual and incumbent is a fraction of one linear's loss, so of a model with ten
+thousand linears a few dozen are in the core. All searches share a fixed amount of work, counted in
 CP-SAT's deterministic seconds; they continue, the largest gap first, only while the total gap is
 larger than asked for. So the same input gives the same assignment in every run with one worker. The
 wall clock only ends a search that would take too long.
@@ -32,7 +34,7 @@ SEARCH_WORK_S = 0.5
 """Deterministic seconds for finding and proving the optimum, over all choice sets."""
 
 CORE_SIZES = (64, 512, 4096, None)
-"""Choices in a core, round by round, besides the one of least reduced cost of each linear."""
+"""Choices in the core of each round; each linear's one of least reduced cost is not counted."""
 
 EXACT = 1e-9
 """Gap, relative to the sum of chosen losses' magnitudes, at which an assignment is optimal."""
@@ -97,6 +99,7 @@ def _close_gap(searches: "Sequence[Search]", gap: float, deadline: float) -> Non
         excess = math.fsum(each.gap for each in searches) - gap * abs(total)
         if excess <= 0 or time.monotonic() >= deadline:
             return
+        # This search alone need not close more than the excess.
         search.improve(math.inf, max(0.0, search.gap - excess))
 
 
@@ -107,12 +110,12 @@ class Search:
         choices: The choices and constraints.
         best: The incumbent, [m] columns.
         best_cost: The incumbent's cost.
-        bound: A proven lower bound on the cost of every assignment that holds.
+        bound: A proven lower bound on the cost of every assignment that meets the constraints.
         optimal: Whether the incumbent is proven best.
 
     Args:
         choices: The choices and constraints.
-        starts: Assignments ([m] columns), at least one of which holds.
+        starts: Assignments ([m] columns), at least one of which meets the constraints.
         settings: Workers and seed are used.
         deadline: Value of `time.monotonic()` at which the search stops.
     """
@@ -262,7 +265,7 @@ def round_up(choices: ChoiceSet, dual: Dual) -> Ints:
                 columns[i] = dual.above[i]
                 lacking[group] -= step[i]
             elif lacking[group] > 0:
-                skipped[group] = i
+                skipped[group] = i  # the last one stays: it gains least
         for group, i in skipped.items():
             if lacking[group] > 0:
                 columns[i] = dual.above[i]

@@ -8,7 +8,7 @@
                gives the problem to the solver's process; its plan is due `lag` iterations later
 
 If measuring, planning or applying fails on one rank, all ranks keep the current plan, warn once and
-continue. A plan that breaks the loss is reverted (guard.py).
+continue. A plan under which the loss jumps or is NaN is reverted (guard.py).
 """
 
 from collections.abc import Iterator, Sequence
@@ -72,7 +72,7 @@ class SnipController:
         model: the planned linears.
         plan: the current plan.
         history: (iteration, digest) of every plan applied, in order.
-        metrics: collects an iteration's metrics for loops that have no place for them.
+        metrics: collects an iteration's metrics; for training loops that do not collect their own.
         evaluations: names the evaluations, and collects what they show of the plan.
     """
 
@@ -106,7 +106,8 @@ class SnipController:
             microbatch_tokens: samples of a microbatch times their length; None if they vary.
             calibration_cache: a file of rank 0 that stores measured seconds for a resumed run.
             train_iters: the last iteration of the run; healing needs it.
-            num_done: iterations that the weights have done; with a state that is the state's.
+            num_done: iterations that the weights were trained for; with a state, its iteration
+                counts instead.
 
         Raises:
             UsageError: on every rank, if the policy is unknown, a pin or the plan file does not
@@ -131,13 +132,14 @@ class SnipController:
         for text in self._plans.available.warnings:
             self._reporter.warn(text)
 
-        # Who does what.
+        # The parts that keep a state of their own: schedule, observations, guard, solver, ...
         self._make_owners(optimizer, seed, solver, num_done)
         self._warn_if_nothing_is_measured(train_iters)
 
-        # Which iterations' seconds are those of the plan.
+        # An iteration is ordinary if its seconds are those of training under the plan: not if it
+        # measured, was watched by the guard, or was the first under its plan or in this process.
         self._has_trained = False
-        self._is_ordinary = False  # False: this iteration's seconds show more than the plan's
+        self._is_ordinary = False
         if self.config != config:  # a default target that is out of reach was lowered
             settings = Settings(self.config.model_dump(mode="json"))
             self._reporter.write(Event(num_done, settings))
@@ -156,7 +158,7 @@ class SnipController:
     def _make_owners(
         self, optimizer: Any, seed: int, solver: SolverProcess | None, num_done: int
     ) -> None:
-        """All ranks: make the parts of the controller that keep a state of their own."""
+        """All ranks: make the owners: the parts that have `state_dict` and `load_state_dict`."""
         config = self.config
         runtime = self.model.runtime
         self._schedule = Schedule(config)
@@ -200,6 +202,7 @@ class SnipController:
         step = TrainingStep(function, kwargs)
         self._guard.read_loss()
         self._apply_due_plan(iteration, kwargs.get("num_microbatches", 1))
+        # Which part of the linears this iteration measures; None: it does not measure.
         part = self._begin_part(iteration)
         observation = None
         if part is None:
@@ -233,7 +236,7 @@ class SnipController:
             metrics.pop("step_s", None)
         elif "step_s" in metrics:
             self._step_s.append(metrics["step_s"])
-        self._is_ordinary = True
+        self._is_ordinary = True  # the next iteration, until it does something else
         metrics["lowest_precision_fraction"] = self._plans.lowest_precision_share(self.plan)
         metrics |= self.evaluations.take_metrics()
         self._reporter.write(Event(iteration, Metrics(metrics)))
@@ -245,16 +248,16 @@ class SnipController:
             name: the evaluation's name in the log and in metrics.
 
         Yields:
-            What to call in place of Megatron's forward-backward function, which is its first
-            argument. With `--snip-eval-precision both` it runs each microbatch twice.
+            A function to call in place of Megatron's forward-backward function. Its first argument
+            is Megatron's function. With `--snip-eval-precision both` it runs each microbatch twice.
         """
         return self.evaluations.running(name, self.plan)
 
     def end_evaluation(self) -> None:
         """All ranks, after an evaluation in Megatron's loop: report it if no iteration will.
 
-        Evaluations after the last iteration complete its metrics. A process that has not trained
-        (`--skip-train`) has no such metrics, and only logs.
+        What evaluations after the last iteration find is added to that iteration's metrics. A
+        process that has not trained (`--skip-train`) has no such metrics, and only logs.
         """
         if self.evaluations.are_in_iteration:
             return
@@ -315,10 +318,10 @@ class SnipController:
         self._guard.load_state_dict(guard)
 
     def _first_planned_target(self, state: ControllerState | None) -> float | None:
-        """Return the target that the first plan was made for.
+        """Return the target that the first plan was made for: the stopped run's, or the plan's own.
 
-        At a later iteration with another target there will be a new plan. None if such a plan
-        cannot be made, because nothing is measured yet.
+        `_plan_for_new_target` compares later targets with it. None if that cannot plan, because the
+        policy needs measurements and there are none yet.
         """
         if not self._schedule.is_static and self._observations.mean is None:
             return None
@@ -332,7 +335,7 @@ class SnipController:
         Args:
             state: the state of the stopped run; None for a new run.
             first: the plan that the run starts with.
-            num_done: iterations that the weights have done.
+            num_done: iterations that the weights were trained for.
         """
         self.model.apply(self.plan.linears)
         # A new run changes a model that runs BF16.
@@ -343,18 +346,19 @@ class SnipController:
         is_resumed = state is not None and state.plan.digest == self.plan.digest
         if state is not None and not is_resumed:
             self.history.append((num_done + 1, self.plan.digest))
-            # What the guard may fall back to. Where the stopped run's plan was only made to fit,
-            # that is what the stopped run could fall back to.
+            # The guard may fall back to the stopped run's plan. Where that was only made to fit
+            # this run, it may fall back to what the stopped run could fall back to.
             former, _ = self._plans.fitting.plan(state.plan)
             is_fitted = former.digest == self.plan.digest
             self._guard.plan_changed(self._guard.state.good if is_fitted else former)
-        # A first plan of BF16 that the first refresh replaces is not worth a line.
-        if num_changed or self.history or not self._schedule.makes_plans:
+        # Not worth a line: a new run's first plan that is BF16 everywhere, before a refresh.
+        is_only_bf16_until_refresh = not num_changed and self._schedule.makes_plans
+        if self.history or not is_only_bf16_until_refresh:
             self._report_plan(num_done + 1, num_changed, is_resumed=is_resumed)
         for text in self._differences(state, first):
             self._reporter.warn(text)
         if state is not None and self._schedule.makes_plans:
-            with self._keeping_plan(num_done):
+            with self._keeping_plan_on_error(num_done):
                 self._continue_planning(state, first)
 
     def _differences(self, state: ControllerState | None, first: FirstPlan) -> list[str]:
@@ -373,7 +377,7 @@ class SnipController:
         return reported_settings(self.config, str(self.model.backend), recipes, digest)
 
     def _recipe_changes(self) -> list[str]:
-        """Return a line for each option that the run of the plan file ran by another recipe."""
+        """Return a line for each option whose recipe was another one in the plan file's run."""
         digest = self._plans.file_digest
         if self.config.plan_file is None or self.model.runtime.topology.rank != 0:
             return []
@@ -403,7 +407,7 @@ class SnipController:
         """All ranks: if the solver's plan is due, get it from rank 0 and apply it."""
         if not self._solve.is_due(iteration):
             return
-        with self._keeping_plan(iteration):
+        with self._keeping_plan_on_error(iteration):
             plan, waited_s = self._solve.take_plan()
             if self._schedule.is_static:
                 plan = without_objective(plan)
@@ -411,13 +415,11 @@ class SnipController:
             self._apply(plan)
             if changed_linears(self.plan, plan):
                 self._guard.plan_changed(self.plan)
-            # The mean is that of the former plan: `_set_plan` starts a new one.
-            before = (
-                f", mean step before {1e3 * fmean(self._step_s):.4g} ms" if self._step_s else ""
-            )
+            step_s = self._step_s  # under the former plan: `_set_plan` starts a new list
             saving_s = self._plans.saving_s(plan, num_microbatches)
-            applied = self._set_plan(iteration, plan, waited_s, saving_s)
-            text = applied.summary if saving_s is None else applied.summary + before
+            text = self._set_plan(iteration, plan, waited_s, saving_s).summary
+            if saving_s is not None and step_s:
+                text += f", mean step before {1e3 * fmean(step_s):.4g} ms"
             self._reporter.log(f"iteration {iteration}: {text}")
 
     def _check(self, plan: PrecisionPlan) -> None:
@@ -468,7 +470,7 @@ class SnipController:
                 return self._plans.unmeasured(target)
             return self._observations.measurement(target).problem
 
-        with self._keeping_plan(iteration):
+        with self._keeping_plan_on_error(iteration):
             problem = attempt("planning anew", make, self._control)
             self._submit(iteration, self._plans.fitting.problem(problem))
 
@@ -479,7 +481,7 @@ class SnipController:
         if outcome.fallback is None:
             return
         self._solve.drop()  # its problem was measured under the reverted plan
-        # A new iteration gives it a file of its own beside the fallback's.
+        # A plan's file is named by its iteration: the fallback's first file is not overwritten.
         plan = outcome.fallback.model_copy(update={"iteration": iteration})
         self._guard.reverted(self.plan, plan, iteration)
         num_changed = len(changed_linears(self.plan, plan))
@@ -492,7 +494,7 @@ class SnipController:
 
     def _finish_refresh(self, iteration: int) -> None:
         """All ranks: every linear was measured; report it, and give the problem to the solver."""
-        with self._keeping_plan(iteration):
+        with self._keeping_plan_on_error(iteration):
             self._observations.check_complete()
             target = self._plans.targets.at(iteration + self.config.lag)
             make = partial(self._observations.measurement, target)
@@ -522,7 +524,7 @@ class SnipController:
         self._solve.submit(PendingProblem(iteration, apply_at, problem), self.plan)
 
     @contextmanager
-    def _keeping_plan(self, iteration: int) -> Iterator[None]:
+    def _keeping_plan_on_error(self, iteration: int) -> Iterator[None]:
         """All ranks: on a SnipError, the same on all ranks, keep the current plan and report it."""
         try:
             yield
@@ -537,7 +539,7 @@ class SnipController:
         waited_s: float = 0.0,
         saving_s: float | None = None,
     ) -> PlanApplied:
-        """All ranks: make a plan that was applied the current one, and report it.
+        """All ranks: record a plan as the current one, after `_apply`, and report it.
 
         Args:
             iteration: the first iteration under the plan.

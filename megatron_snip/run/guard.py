@@ -2,19 +2,19 @@
 
 It judges the first 50 iterations after a plan change; loss_monitor.py says what a spike is. At a
 spike everything that the attempt changed is restored, and the iteration runs again under the
-fallback plan, so a NaN that a plan causes never reaches the weights. Then
+fallback plan, so a NaN that a plan causes never reaches the weights. Comparing both losses,
 
     the plan is to blame      it is reverted: the fallback stays, the plan is refused from now on,
                               and after the first revert in a row the next iteration measures again
-    it is not                 the data or the learning rate caused the loss, and the plan stays; a
+    the plan is not to blame  the data or the learning rate caused the loss, and the plan stays; a
                               loss that is NaN under both is left to Megatron's own check
 
-A gradient that is not finite counts as a loss that is not. The fallback is the last good plan; if
-that is the current one, what the job itself runs, with the pins; if that is the current one too,
-the guard stops watching.
+A gradient that is not finite counts as a loss that is not. The fallback is the first of these that
+differs from the current plan: the last good plan; what the job itself runs, with the pins. If none
+differs, the guard stops watching until the next plan change.
 
-Outside those iterations the loss is summed asynchronously after the backward, and read at the end
-of the iteration.
+Outside the iterations that are judged the loss is summed asynchronously after the backward, and
+read at the end of the iteration.
 """
 
 import math
@@ -100,7 +100,7 @@ class Guard:
             model: the planned linears.
             optimizer: Megatron's, whose gradients are zeroed before a second run.
             last_fallback: given the current plan and the iteration, returns what the job itself
-                runs, with the pins: the fallback where the last good plan is none.
+                runs, with the pins. That is the fallback if there is no other good plan.
         """
         self.is_on = sigmas is not None
         self.state = GuardState()
@@ -178,7 +178,8 @@ class Guard:
         text = f"loss {loss:.4g} under {plan.label}"
         fallback = self._fallback(plan, iteration)
         if fallback is None:
-            results = run_again(plan)  # so that Megatron's own checks see the loss
+            # The first run hid NaN from Megatron's own checks (`tolerating_non_finite`).
+            results = run_again(plan)
             unwatched = LossMonitor(recent=self.state.loss.recent)
             self.state = self.state.model_copy(update={"loss": unwatched})
             message = f"{text}; no other plan to fall back to"
@@ -186,15 +187,15 @@ class Guard:
 
         results = run_again(fallback)
         measured = self._measure_loss(results, step)
-        second = math.nan if measured is None else measured
-        text += f", {second:.4g} under {fallback.label}"
-        if self.state.loss.blames_plan(loss, second):
+        fallback_loss = math.nan if measured is None else measured
+        text += f", {fallback_loss:.4g} under {fallback.label}"
+        if self.state.loss.blames_plan(loss, fallback_loss):
             return Outcome(results, num_runs=2, was_watched=True, fallback=fallback, message=text)
 
-        # The plan stays. Training goes on with the gradients of the fallback's run, which are as
-        # good; if they are not finite and the plan's were, with those of the plan.
+        # The plan stays. The fallback's gradients are there and as good, so training goes on with
+        # them. Only if they are not finite, and the plan's were, the plan runs once more.
         num_runs = 2
-        if math.isfinite(loss) and not math.isfinite(second):
+        if math.isfinite(loss) and not math.isfinite(fallback_loss):
             results = run_again(plan)
             num_runs = 3
         self._add(loss)

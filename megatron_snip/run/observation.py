@@ -1,6 +1,6 @@
 """Observing: from training iterations to statistics, divergences and a planning problem.
 
-begin          the sensitivities of the weights are gathered; the linears of one part are named
+begin          the linears of one part are chosen; the sensitivities of their weights are gathered
 running        their forward and backward are watched while the iteration runs
 end            all-reduces over ranks; the running mean of the statistics is updated
 measurement    after the last part: statistics -> divergences -> planning problem
@@ -117,7 +117,8 @@ class Observations:
         self._topology = model.runtime.topology
         self._dispatch = ExpertDispatch(model.chunks, self._topology)
         self._progress = _Progress()
-        # Megatron may repeat an iteration: what was known before its first run.
+        # Megatron may repeat an iteration. Then the second run starts from the progress before the
+        # first one.
         self._last_measured: int | None = None  # an iteration
         self._progress_before = _Progress()
 
@@ -156,7 +157,8 @@ class Observations:
         names = frozenset(linear.name for linear in measured)
         weights = self._model.weights(names)
         try:
-            # The CPU patch looks at every call of torch in Python; here is nothing to redirect.
+            # Saves time under `--cpu`, which looks at every call of torch to redirect those to
+            # CUDA; there are none here.
             with torch._C.DisableTorchFunction():
                 sensitivities = gather_sensitivities(weights, self._optimizer, self._topology)
         except RemoteFailure as failure:
@@ -182,6 +184,7 @@ class Observations:
         loss = StepLoss(outcome.results, self._topology).read()
         loss_scale = step.loss_scale()
         grad_scale = step.grad_scale(self._topology, loss_scale)
+        # Called by the table, so that an error on this rank is one of all ranks.
         norms = partial(
             weight_norms,
             observation.weights,
@@ -196,7 +199,7 @@ class Observations:
         except RemoteFailure as failure:
             self._fail(str(failure))
             return
-        if outcome.num_runs > 1:
+        if outcome.num_runs > 1:  # asked after the sums, which all ranks make together
             self._fail("the guard ran this iteration twice")
             return
         of_part = {linear.name: linear for linear in health.linears}
@@ -217,7 +220,7 @@ class Observations:
             raise PlanningError(self._progress.failure)
 
     def suffice(self) -> bool:
-        """Whether they have every linear in every format of the options, so that one can plan."""
+        """Whether every linear was measured in every format of the options: enough for a plan."""
         if self.mean is None:
             return False
         names = {linear.name for linear in self.mean.linears}

@@ -1,11 +1,11 @@
 """The plan that a run starts with; what its plans may use, and what they have to reach.
 
-The first plan comes from one of four sources. The first line that applies counts:
+The first plan comes from one of four sources. The first of these five rules that applies counts:
 
     1. collect_only      FILE if there is a plan file, else JOB
     2. a plan file       FILE, unless the stopped run was given the same one with the same plan
-    3. the policy        POLICY if it needs no measurement; at a resume with a schedule of targets
-                         only if settings of the plan changed
+    3. the policy        POLICY if it needs no measurement. Not at a resume with a schedule of
+                         targets and unchanged settings of the plan: then rule 4
     4. a checkpoint      CHECKPOINT; if settings of the plan changed, the policy plans from the
                          checkpoint's measurements before the first iteration
     5. otherwise         JOB
@@ -66,8 +66,8 @@ class FirstPlan:
         plan: a plan that fits the model and the settings.
         source: where it comes from.
         changes: one text for each kind of change that made it fit.
-        new_settings: names of the settings of the plan that differ from the stopped run's, but for
-            the plan file.
+        new_settings: names of the settings of the plan, except the plan file, that differ from
+            those of the stopped run.
     """
 
     plan: PrecisionPlan
@@ -87,7 +87,8 @@ class RunPlans:
     Every method returns the same on all ranks.
 
     Attributes:
-        config: the settings; without a target of the user's, with the highest that is reachable.
+        config: the settings. If the user gave no target, the default one is lowered to the highest
+            that the linears can reach.
         available: what the linears can run.
         work: (stage, FLOPs per token) by linear.
         fitting: makes plans and problems of another run fit.
@@ -167,6 +168,7 @@ class RunPlans:
                     return self._job_plan()
                 # BF16 with the pins is a policy of its own, and the plan has its name.
                 settings = settings.model_copy(update={"policy": f"{UNIFORM}bf16"})
+            # POLICY, and JOB in BF16.
             settings = settings.model_copy(update={"target": self.targets.at(num_done + 1)})
             with naming_field("policy"):
                 return without_objective(make_plan(problem, settings))
@@ -175,7 +177,7 @@ class RunPlans:
         if source is PlanSource.FILE:
             check_plan_file(replaced, self.config, len(self.work))
         if state is not None and plan.digest != state.plan.digest:
-            # Its file must not replace that of another plan of the stopped run.
+            # A plan's file is named by its iteration: no file of the stopped run is overwritten.
             plan = plan.model_copy(update={"iteration": num_done})
         changes = tuple(describe(replaced, len(self.work)))
         return FirstPlan(plan, source, changes, changed - {"plan_file"})
@@ -196,8 +198,8 @@ class RunPlans:
         if not get_policy(config.policy).needs_statistics:
             has_new_settings = bool(changed - {"plan_file"})
             # With a schedule of targets the stopped run may have planned since its start.
-            is_first_plan_outdated = state is not None and config.has_schedule
-            if not is_first_plan_outdated or has_new_settings:
+            may_have_planned_since = state is not None and config.has_schedule
+            if not may_have_planned_since or has_new_settings:
                 return PlanSource.POLICY
         return PlanSource.JOB if state is None else PlanSource.CHECKPOINT
 
@@ -267,5 +269,7 @@ class RunPlans:
         before = table.slowest_stage(bf16, self.work)
         after = table.slowest_stage(plan.linears, self.work)
         megatron = self._model.config
+        # The table has the seconds of one GPU for all tokens and features of a microbatch. These
+        # ranks share them; each data-parallel rank has microbatches of its own.
         ranks = int(megatron.context_parallel_size * megatron.tensor_model_parallel_size)
         return (before - after) * tokens * num_microbatches / ranks

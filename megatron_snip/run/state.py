@@ -13,8 +13,8 @@ has `state_dict` and `load_state_dict`:
      "observations": null | {a StatisticsTable's},
      "alerts": [[alert, linear], ...]}
 
-Version 2 has the same under other names, and is read. Of a plan that was being solved its problem
-is stored: the resumed run solves it again and applies the plan at the same iteration.
+Version 2 has the same under other names, and is read. If the solver was working on a plan, its
+problem is stored: the resumed run solves it again and applies the plan at the same iteration.
 """
 
 import logging
@@ -71,7 +71,7 @@ class ControllerState:
     settings: Mapping[str, str] = field(default_factory=dict)
 
     def after(self, iteration: int) -> Self:
-        """Return the state for weights of another iteration: nothing is in flight."""
+        """Return the state for weights of another iteration: what was in flight is dropped."""
         return replace(self, iteration=iteration, schedule=ScheduleState(), solve=None, guard=None)
 
     def to_dict(self) -> dict[str, Any]:
@@ -158,7 +158,7 @@ PLAN_SETTINGS = (
     "plan_file",
     "collect_only",
 )
-"""Settings that a plan depends on."""
+"""What a plan may use and must reach: if one of them changes, a resumed run plans anew."""
 
 _FILE_DIGEST = "digest of plan_file"
 
@@ -204,7 +204,7 @@ def _as_text(values: Mapping[str, Any]) -> dict[str, str]:
 
 
 def resumed_state(loaded: Any, iteration: int) -> tuple[ControllerState | None, str | None]:
-    """Return the state to resume from, and a warning where it is not that of the weights.
+    """Return the state to resume from, and a warning if it is not of the weights' iteration.
 
     Args:
         loaded: SNIP's state in the checkpoint, as `to_dict` returned it, or None.

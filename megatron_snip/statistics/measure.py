@@ -1,6 +1,7 @@
 """The errors of one linear in each measured format, on a sample of one microbatch's tokens.
 
-For X [S, K], W [N, K], G = dL/dY [S, N], and Q the quantizer of a format:
+For S sampled tokens, K in_features, N out_features, X [S, K], W [N, K], G = dL/dY [S, N], and Q the
+quantizer of a format:
 
     eY = Q(X) Q(W)^T - X W^T        fprop    [S, N]
     eX = Q(G) Q(W) - G W            dgrad    [S, K]
@@ -60,7 +61,7 @@ class TensorAmaxes(NamedTuple):
     def of(self, fmt: Format, operand: Operand, gemm: Gemm) -> Tensor:
         """Return what `quantize_dequantize_operand` takes as `tensor_amax`.
 
-        Under delayed scaling that is the scale itself.
+        That is an amax; for a format with delayed scaling it is the scale, despite the name.
         """
         index = list(Operand).index(operand)
         if fmt.scale is ScaleType.DELAYED:
@@ -120,8 +121,9 @@ class PartialSums(NamedTuple):
     """What a shard measured, in FP32; all but `amax` add over shards. F formats.
 
     Attributes:
-        products: [1 + F, S, N] Y and each format's eY of a row-parallel linear, or [1 + F, S, K] dX
-            and each eX of a column-parallel one: sums over the shards' part of the contraction.
+        products: what is complete only after the sum over shards, which split its contraction.
+            Row-parallel: [1 + F, S, N], Y and each format's eY. Column-parallel: [1 + F, S, K], dX
+            and each format's eX.
         tokens: [2 + 2 F, S] |G_t|^2, |Y_t|^2, |eY_t|^2 and <G_t, eY_t>; column-parallel only.
         scalars: sums of squares, in the order of `_scalar_names`.
         health: [1 + F, 3 operands, OPERAND_SUMS], see `LinearSums.health`.
@@ -200,6 +202,7 @@ def partial_sums(
     output = matmul_fp32(x, w.t())
     input_grad = matmul_fp32(g, w)
     wgrad = matmul_fp32(operands.grad_output_runs.t(), operands.input_runs)
+    # Row norms, under the name of the sum of squares that `_sums_of_squares` makes of them.
     norms = {
         "input_square": _row_norms(x),
         "weight_square": _row_norms(w),
@@ -229,8 +232,11 @@ def partial_sums(
     ]
     health_sums = health.sums(torch.stack(health_errors).float(), (x, w, g))
     if num_shards > 1:
-        # A tensor that every shard holds in full counts once in the sum over shards. Its scalars
-        # are `input_square`, `fp4.input_error_square` ..; dX of such shards is not among them.
+        # Every shard holds G (row-parallel) or X (column-parallel) in full, and adds it to the sum
+        # over shards. It must count once there. Its scalars are `grad_square`,
+        # `fp4.grad_error_square` .. or `input_square`, `fp4.input_error_square` ... The prefix
+        # `input_` would also match dX (`input_grad_square`), but a column-parallel linear has no
+        # such scalar here.
         replicated = Operand.GRAD_OUTPUT if kind == "row" else Operand.INPUT
         health_sums[:, list(Operand).index(replicated)] /= num_shards
         prefix = "grad_" if kind == "row" else "input_"
@@ -267,9 +273,9 @@ def _token_errors(
         stream: random numbers of G.
         health: counts what becomes of each operand.
     """
-    x_q = _counted(operands, fmt, Operand.INPUT, Gemm.FPROP, health)
-    w_q = _counted(operands, fmt, Operand.WEIGHT, Gemm.FPROP, health)
-    g_q = _counted(operands, fmt, Operand.GRAD_OUTPUT, Gemm.DGRAD, health, stream)
+    x_q = _quantized_and_counted(operands, fmt, Operand.INPUT, Gemm.FPROP, health)
+    w_q = _quantized_and_counted(operands, fmt, Operand.WEIGHT, Gemm.FPROP, health)
+    g_q = _quantized_and_counted(operands, fmt, Operand.GRAD_OUTPUT, Gemm.DGRAD, health, stream)
     output_error = matmul_fp32(x_q, w_q.t()).sub_(output)
     dgrad_w_q = w_q  # a square block serves both GEMMs
     if fmt.weight_block[0] != fmt.weight_block[1]:
@@ -353,7 +359,7 @@ def _token_sums(g: Tensor, outputs: Tensor) -> Tensor:
     return torch.cat([_token_squares(g)[None], _token_squares(outputs), torch.stack(products)])
 
 
-def _counted(
+def _quantized_and_counted(
     operands: Operands,
     fmt: Format,
     operand: Operand,

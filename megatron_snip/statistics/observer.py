@@ -71,7 +71,8 @@ class _Call:
         placement: the linear.
         weight: returns W [N, K] of this shard; it is called while the linear is measured.
         num_inputs: the number K of input features.
-        token_axis: the ranks over which the linear's tokens are split, where they are split.
+        token_axis: the ranks over which the tokens are split, if `input_is_split` or
+            `output_is_split`.
         input_is_split: as in `StepObserver.observe`.
         output_is_split: as in `StepObserver.observe`.
         prepare_input: as in `StepObserver.observe`.
@@ -108,8 +109,8 @@ class StepObserver:
             settings: what to observe.
             topology: this rank's place.
             sensitivities: D by weight; a weight that is missing has D = 1.
-            rows_by_sender: returns the rows of a linear's input by sender, or None if all are one
-                microbatch of this rank's.
+            rows_by_sender: for an expert, returns the rows of its input by the data rank that sent
+                them; None if all rows are of this rank's own microbatch.
         """
         self.seconds = 0.0
         self._settings = settings
@@ -124,7 +125,8 @@ class StepObserver:
         self._num_forwards: dict[Placement, int] = defaultdict(int)
         self._own = RankSums()
         self._update_is_counted: set[Placement] = set()
-        self._draw = cache(partial(draw_sample, settings))  # a microbatch's tokens, for all linears
+        # Cached, so that all linears of a microbatch have the same sampled tokens.
+        self._draw = cache(partial(draw_sample, settings))
 
     def restart(self) -> None:
         """Forget what was observed: the training pass is repeated."""
@@ -165,7 +167,8 @@ class StepObserver:
             return output
         if not (torch.is_grad_enabled() and output.requires_grad):
             return output  # an evaluation, or a forward that is recomputed later
-        # Under sequence parallelism each rank has its own tokens of a replicated weight.
+        # A linear whose input is split although it has one shard: each tensor-parallel rank holds
+        # the complete weight, and its own tokens (sequence parallelism).
         is_replicated = input_is_split and placement.tensor.size == 1
         token_axis = self._topology.tensor if is_replicated else placement.tensor
         call = _Call(
@@ -206,7 +209,8 @@ class StepObserver:
         """Count the seconds of the block; it makes no gradients."""
         begin = time.perf_counter()
         try:
-            # The CPU patch looks at every call of torch in Python; here is nothing to redirect.
+            # Saves time under `--cpu`, which looks at every call of torch to redirect those to
+            # CUDA; there are none here.
             with torch.no_grad(), torch._C.DisableTorchFunction():
                 yield
         finally:
@@ -296,6 +300,7 @@ class StepObserver:
             if sums is None:
                 sums = PartialSums.zeros(placement.kind, single, weight, settings.formats)
             sums = sums.summed(placement.tensor.group)
+        # The sums are those of all shards; one rank adds them to the table.
         if sums is not None and placement.tensor.rank == 0:
             stride = features.step or 1
             self._try(placement, partial(self._add, call, sample, sums, g[:single], stride))
@@ -348,13 +353,14 @@ class StepObserver:
         measured = totals(sums, placement.kind, grad, self._settings.formats)
         share = 1.0 / self._topology.context  # of a microbatch: context ranks divide its tokens
         tokens, tiles = sample.expansions
+        # What a measured value stands for, by what its column is summed over (`Column.over`).
         expansion = {
             "tokens": tokens,
             "tiles": tiles * feature_stride,
             "weight": share,
             "all": 1.0,
         }
-        counted = self._counted(placement, sample, share)
+        counted = self._known_statistics(placement, sample, share)
         columns = self._layout.columns
         # What the host knows goes to the device at once.
         host = [
@@ -373,7 +379,9 @@ class StepObserver:
             _add_to(self._own.experts, key, self._layout.expert_row(statistics, health))
         _add_to(self._own.rows, placement.name, self._layout.row(statistics, health))
 
-    def _counted(self, placement: Placement, sample: Sample, share: float) -> dict[str, float]:
+    def _known_statistics(
+        self, placement: Placement, sample: Sample, share: float
+    ) -> dict[str, float]:
         """Return the statistics of one microbatch that are known without measuring, by column."""
         counted = {"microbatches": share, "tokens": float(sample.num_tokens)}
         # A weight's update is counted once: not for every microbatch and data rank.

@@ -88,6 +88,7 @@ def reduce_sums(
     layout = RowLayout(settings.formats)
     names = [linear.name for linear in linears]
     table = torch.zeros((1 + len(linears), layout.width), dtype=torch.float64)
+    # Views of `table`: what is written to them is summed with it.
     num_failed = table[0, :1]
     rows = table[1:]
     sums = layout.split(rows)
@@ -162,7 +163,7 @@ def _linear_statistics(
         grad_scale: as in `reduce_sums`.
         batch_tokens: tokens of the batch, T in the equations.
     """
-    microbatches = row["microbatches"] or 1.0  # all sums of a linear without any are 0
+    microbatches = row["microbatches"] or 1.0  # without microbatches all sums are 0
 
     def scaled(name: str) -> float:
         column = column_of(name)

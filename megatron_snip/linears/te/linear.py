@@ -1,7 +1,7 @@
 """Transformer Engine's linears under a plan (`--snip-backend te`): Megatron's per-module recipes.
 
-Each of Megatron's Transformer Engine linears has the attribute `te_quant_params`, and runs its
-forward in the autocast that this describes. SNIP sets the attribute from the plan. Two hooks of the
+Each of Megatron's Transformer Engine linears has the attribute `te_quant_params`, which describes
+the autocast that its forward runs in. SNIP sets the attribute from the plan. Two hooks of the
 module do the rest: one before the forward sets the recipe (the plan's, or BF16 in BF16
 evaluations), one after it lets an observer see X, W and G. Two properties of Transformer Engine
 need care:
@@ -47,7 +47,7 @@ _NEEDED = ("te_quant_params", "fp8_initialized", "fp8_meta_tensors_initialized",
 class RecipeTELinear:
     """A `PlannedLinear` of Transformer Engine that runs the plan's recipes.
 
-    While its option is what the job itself runs, the module is left untouched.
+    While its option is what the job itself runs, the module keeps the job's recipe and quantizers.
 
     Attributes:
         planned_params: Megatron's TEQuantizationParams of the option.
@@ -81,12 +81,13 @@ class RecipeTELinear:
         self.job_option = job_option(self._job_recipe)
         if machine.backward_override:
             self.job_option = forward_only(self.job_option)
-        self.pinned: str | None = None
+        self.pinned: str | None = None  # the reason, see `PlannedLinear`
         self._module_params = module.te_quant_params  # before SNIP
         self._bf16_params = quant_params(BF16_RECIPE)
         self._job_params = self._module_params
         if self._job_recipe == BF16_RECIPE:
-            self._job_params = self._bf16_params  # BF16 evaluations then change nothing
+            # One object for both, so that a BF16 evaluation is seen to change nothing.
+            self._job_params = self._bf16_params
         # What the plan asks for; at first what the job runs.
         self._option = self.job_option
         self.is_untouched = True
@@ -169,8 +170,8 @@ class RecipeTELinear:
         """Set the module's recipe from now on; idempotent."""
         if self._hooks:
             return
-        # First among the forward hooks, so the backward of a tap runs after that of the others:
-        # Megatron-FSDP's may gather there the weight that the tap reads.
+        # First among the forward hooks, so that in the backward the tap runs last. It reads the
+        # weight, which a hook of Megatron-FSDP may gather in the backward.
         tap = self.module.register_forward_hook(self._after_forward, with_kwargs=True, prepend=True)
         self._hooks = [
             self.module.register_forward_pre_hook(self._before_forward, with_kwargs=True),
@@ -196,8 +197,8 @@ class RecipeTELinear:
 
     def begin_step(self) -> None:
         """Drop what was made of the weights of the step before."""
-        # Where the run quantizes by default Transformer Engine quantizes them again, in place:
-        # captured CUDA graphs write to that memory.
+        # Not in a run that quantizes by default: there Transformer Engine quantizes them again
+        # itself, into the same memory, to which captured CUDA graphs write.
         if not self.is_untouched and not quantizes_by_default(self.module.config):
             self.module._fp8_workspaces.clear()
         if self.stored is not None:
@@ -262,7 +263,7 @@ def quant_params(recipe: TERecipe) -> Any:
 def reset_quantizers(module: Any) -> None:
     """Make Transformer Engine build a module's quantizers and quantized weights again.
 
-    It keeps the state of delayed scaling, and replaces it where the recipe is another one.
+    The state of delayed scaling is kept (history.py): the linear may run delayed scaling again.
     """
     module.fp8_initialized = False
     module.fp8_meta_tensors_initialized = keep_history(module)

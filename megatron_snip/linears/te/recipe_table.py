@@ -97,8 +97,8 @@ class GemmRecipe:
         run: Megatron's name of it.
         recipe_class: the class of Transformer Engine's recipe.
         gemms: what its GEMMs are called.
-        gpus: compute capabilities with such tensor cores, `9.0` or `10.x`. A run whose own
-            precision it is has it on any GPU.
+        gpus: compute capabilities on which a plan may choose it, `9.0` or `10.x`. In a run that
+            has this recipe by its own flags, a plan may choose it on any GPU.
         check: method of FP8GlobalStateManager that returns (available, reason).
         per_gemm: whether a linear can combine it with other recipes.
         has_history: whether its scales come from the magnitudes of earlier iterations, which
@@ -106,9 +106,9 @@ class GemmRecipe:
         has_overlap_buffer: whether Transformer Engine's FP8 buffers for `--tp-comm-overlap` hold
             its operands.
         converter: what torchtitan calls the format.
-        dim_multiple: what both dimensions of a weight's shard and a dense linear's tokens must be
-            multiples of: each is the contraction of one GEMM (16 bytes for tensor cores; MXFP8's
-            tiles have 32).
+        dim_multiple: both dimensions of a weight's shard, and the tokens of a dense linear, must be
+            multiples of this. The reason: each of the three is the contraction of one GEMM.
+            Tensor cores need 16 bytes; MXFP8's tiles have 32 elements.
         token_multiple: what an expert's tokens must be multiples of. Megatron pads to 128 for FP4,
             because the Hadamard transform and the scale layout work in complete groups.
         settings: the environment variables that change it.
@@ -278,8 +278,9 @@ RECIPES = {
     "mxfp8_hybrid": _MXFP8.hybrid(),
     "nvfp4": _NVFP4,
 }
-"""Transformer Engine's recipes by name, the best first: in a BF16 run a format means the first of
-its recipes that the GPU has, in other runs the run's own if that is one of them."""
+"""Transformer Engine's recipes by name. The order matters, best first: in a BF16 run a format means
+the first of its recipes that the GPU has. In an FP8 or FP4 run it means the run's own recipe, if
+that is one of the format's."""
 
 
 def recipe_of(run: RunPrecision) -> str:
