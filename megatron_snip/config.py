@@ -150,12 +150,12 @@ class PlanFields(Section):
     """`snip`, or a baseline such as uniform-fp8 or random; `megatron-snip plan --help` has all."""
 
     efficiency_target: Fraction = 0.75
-    """Smallest share of the linears' FLOPs in the lowest precision among the formats, 0 to 1. Where
-    every option has a GEMM in higher precision, the default is 0.75 of what they can lower."""
+    """Smallest share of the linears' FLOPs in the lowest precision among the formats, 0 to 1. If no
+    option has all GEMMs in it, the default is 0.75 of the largest share that the options have."""
 
     cost: CostName = "flops"
-    """What the target counts: `flops`, or `time`, the share that a plan saves of the seconds that
-    the fastest options save against BF16. With `time` every linear may use BF16, and none gets an
+    """What the target counts: `flops`, or `time`: 0.75 then asks for 75 % of the seconds that the
+    fastest options would save against BF16. With `time` every linear may use BF16, and none gets an
     option that is not faster. --snip-collect-only makes no plans and ignores it."""
 
     calibration: Path = Path(AUTO)
@@ -204,9 +204,9 @@ class PlanFields(Section):
     Those that installed packages declare are always used."""
 
     plan_file: Path | None = None
-    """Start with this plan, a plans/<iteration>.json of another run. It must have the pins and use
-    no other formats. A resumed run starts with it only if the stopped run had another file, or
-    another plan in it."""
+    """Start with this plan, a plans/<iteration>.json of another run. It must agree with the pins
+    and use only the formats. A resumed run starts with it only if the stopped run had another
+    file, or another plan in it."""
 
 
 class GuardFields(Section):
