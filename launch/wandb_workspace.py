@@ -1,4 +1,4 @@
-"""Make a saved view of SNIP's panels in a W&B project, the six most important ones first.
+"""Make a saved view of SNIP's panels in a W&B project, the most important ones first.
 
     pip install wandb-workspaces
     python launch/wandb_workspace.py TEAM PROJECT
