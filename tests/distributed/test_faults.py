@@ -326,5 +326,5 @@ def test_a_full_disk_costs_files_and_nothing_else(phases: list[dict[str, Any]], 
     assert [step for step, _ in leader["history"]] == [steps + 2, steps + 4]
     assert leader["plans"] == []
     (failure,) = leader["warnings"]  # no traceback: a full disk is no fault of the code
-    assert "RunDirectory failed: OSError: [Errno 28] No space left on device" in failure
+    assert "LateWriter failed: OSError: [Errno 28] No space left on device" in failure
     assert all(other == {**leader, "warnings": []} for other in others)
