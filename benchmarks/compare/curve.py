@@ -15,7 +15,7 @@ import numpy as np
 from scipy.optimize import isotonic_regression
 
 from benchmarks.compare import analysis
-from benchmarks.compare.times import times_table
+from benchmarks.compare.times import GPUS, Gpu, percent_saved
 
 VARIANTS = ("snip-gemm", "grads-first", "snip-linear", "norms", "last-blocks", "random")
 TARGETS = (0.5, 0.67, 0.75, 0.8, 0.85, 0.9, 0.95, 1.0)
@@ -141,17 +141,22 @@ def table(rows: list[dict[str, Any]]) -> str:
         cells = [_differences(both, snip, rule, share) for share in shares]
         lines.append((f"{rule} - {snip}", *cells))
     for snip, rule in pairs:
+        if snip != REFERENCE:
+            continue
         cells = [_more(both, snip, rule, share) for share in shares]
         if any(cells):
             lines.append((f"more low FLOPs at equal loss: {snip} over {rule}", *cells))
+    rule = RIVALS[REFERENCE][0]
+    if (REFERENCE, rule) in pairs:
+        for gpu in GPUS:
+            cells = [_saved(gpu, both[0], rule, share) for share in shares]
+            formats = f"{gpu.high.upper()} and {gpu.low.upper()} on {gpu.name}"
+            lines.append((f"predicted time saved over {rule} at equal loss, {formats}", *cells))
     seeds = len({row["seed"] for row in rows if row["variant"] != "bf16"})
     head = (f"{rows[0]['low']}, {seeds} seeds", *(f"{100 * s:.1f} %" for s in shares))
     texts = [analysis.markdown(head, lines)]
     titles = ("in the plan's precision", "in BF16")
     texts += [f"- {t}: {primary(rows, key)}" for t, key in zip(titles, LOSSES, strict=True)]
-    times = _times(both[0])
-    if times:
-        texts += ["", times]
     return "\n".join((texts[0], "", *texts[1:]))
 
 
@@ -182,15 +187,12 @@ def _more(both: Sequence[Mapping[str, Curve]], snip: str, rule: str, share: floa
     )
 
 
-def _times(found: Mapping[str, Curve]) -> str:
-    """Return what `snip-gemm` should save over its first rival at equal loss; "" if unknown."""
-    rule = RIVALS[REFERENCE][0]
-    if REFERENCE not in found or rule not in found:
+def _saved(gpu: Gpu, found: Mapping[str, Curve], rule: str, share: float) -> str:
+    """Return the predicted time saved at equal loss; nothing where it is not known."""
+    if share not in found[rule] or not 0.7 < share < 1.0:
         return ""
-    shares = [share for share in sorted(found[rule]) if 0.7 < share < 1.0]
-    more = {s: more_at_equal_loss(found[REFERENCE], found[rule], s)[0] for s in shares}
-    known = {share: percent for share, percent in more.items() if not np.isnan(percent)}
-    return times_table(known) if known else ""
+    more = more_at_equal_loss(found[REFERENCE], found[rule], share)[0]
+    return "" if np.isnan(more) else f"{percent_saved(gpu, share, more):.1f} %"
 
 
 def _percent(found: tuple[float, float, float]) -> str:

@@ -10,8 +10,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from benchmarks.compare import analysis
-
 BITS = {"bf16": 16, "fp8": 8, "fp4": 4.5}
 """Of an element with its scales; NVFP4 has eight bits for 16 elements."""
 
@@ -86,20 +84,3 @@ def percent_saved(gpu: Gpu, share: float, more: float) -> float:
     """
     longer = min(1.0, share * (1 + more / 100))
     return 100 * (1 - seconds(gpu, longer) / seconds(gpu, share))
-
-
-def times_table(more: dict[float, float]) -> str:
-    """Return the predicted gain at equal loss, in percent of the linears' time.
-
-    Args:
-        more: {share: percent more low FLOPs at equal loss}.
-    """
-    head = ("predicted, not measured", *(f"{100 * share:.1f} %" for share in more))
-    lines = []
-    for gpu in GPUS:
-        name = f"{gpu.name}, {gpu.high.upper()} and {gpu.low.upper()}"
-        of_high = [f"{seconds(gpu, share) / seconds(gpu, 0.0):.2f}" for share in more]
-        lines.append((f"{name}: time of the linears over all {gpu.high.upper()}", *of_high))
-        saved = [f"{percent_saved(gpu, share, gain):.1f} %" for share, gain in more.items()]
-        lines.append((f"{name}: saved at equal loss", *saved))
-    return analysis.markdown(head, lines)
