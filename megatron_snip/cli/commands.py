@@ -104,7 +104,7 @@ def run_command(words: Sequence[str]) -> int:
             f"unknown command '{name}'{did_you_mean(name, COMMANDS)}; commands are {commands}"
         )
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
-    # When it is imported, Megatron tells which packages it does without.
+    # On import Megatron logs and warns about each optional package that is missing.
     logging.getLogger("megatron").setLevel(logging.WARNING)
     warnings.filterwarnings("ignore", module=r"megatron\.")
     args = build_parser(name).parse_args(words)

@@ -10,7 +10,6 @@ import json
 import logging
 import os
 import signal
-import warnings
 from collections.abc import Sequence
 from importlib.util import find_spec
 
@@ -38,9 +37,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print what was found; return 0, or 1 if a package that SNIP needs cannot be imported."""
-    for name in ("megatron", "torch"):  # what they tell of themselves as they are imported
+    for name in ("megatron", "torch"):  # the table shows what their imports log
         logging.getLogger(name).setLevel(logging.ERROR)
-    warnings.filterwarnings("ignore", module=r"megatron\.")  # that Transformer Engine is missing
     out = console()
     errors: dict[str, str] = {}
     table = new_table(("", "found"))

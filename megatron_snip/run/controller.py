@@ -131,6 +131,9 @@ class SnipController:
         self._reporter = Reporter(writers, logs=topology.rank == 0)
         for text in self._plans.available.warnings:
             self._reporter.warn(text)
+        if self.config != config:  # a default target that is out of reach was lowered
+            settings = Settings(self.config.model_dump(mode="json"))
+            self._reporter.write(Event(num_done, settings))
 
         # The parts that keep a state of their own: schedule, observations, guard, solver, ...
         self._make_owners(optimizer, seed, solver, num_done)
@@ -140,9 +143,6 @@ class SnipController:
         # measured, was watched by the guard, or was the first under its plan or in this process.
         self._has_trained = False
         self._is_ordinary = False
-        if self.config != config:  # a default target that is out of reach was lowered
-            settings = Settings(self.config.model_dump(mode="json"))
-            self._reporter.write(Event(num_done, settings))
         self._step_s: list[float] = []  # of ordinary iterations under the current plan
 
         # The plan that the run starts with, and the rest of a stopped run's state.

@@ -86,7 +86,9 @@ def test_text_of_a_file_stays_text_in_every_output(
     good: dict[str, str], tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(report, "frontier_of", lambda run: "none")  # it takes long
-    run, out, folder = tmp_path / "run", tmp_path / "out", tmp_path / "page"
+    run = tmp_path / "run"
+    out = tmp_path / "out"
+    folder = tmp_path / "page"
     places = {"run": run, "out": out, "folder": folder}
     drawn: list[bytes] = []
     draw = figures.svg

@@ -71,7 +71,7 @@ WITH_TE = {
     "cp2": (2, [*TE, "--context-parallel-size", "2"]),
     "one hybrid": (1, [*TE, *MAMBA, *OVERLAP, "--hybrid-layer-pattern", "M*-M"]),
     "hybrid": (2, [*LAYOUTS["tp2"][1], *TE, *MAMBA, "--hybrid-layer-pattern", "M*-M"]),
-    "hybrid in whole tiles": (
+    "hybrid-aligned": (
         2,
         [
             *(*LAYOUTS["tp2"][1], *TE, "--sequence-parallel", *MAMBA, "--mamba-head-dim", "4"),

@@ -52,7 +52,7 @@ def test_all_linears_are_planned_and_measuring_changes_no_bit(te_lab: Lab, layou
     assert {gemms["fprop"] for gemms in plan.values()} == {"fp4", "fp8"}
 
 
-@pytest.mark.parametrize("layout", ["hybrid", "hybrid in whole tiles", "latent"])
+@pytest.mark.parametrize("layout", ["hybrid", "hybrid-aligned", "latent"])
 def test_models_run_the_recipes_of_transformer_engine(te_lab: Lab, layout: str) -> None:
     """Measured and off they are bitwise the job's own; a plan's recipes train."""
     plain = te_lab.run(layout, plain=True)
