@@ -113,10 +113,15 @@ def test_an_answer_is_one_line_or_success(name: str, words: str, folder: Path) -
     def one(content: bytes) -> None:
         path.write_bytes(content + b"\n")
         status, output, seconds = timed_answer(line)
-        if seconds >= CPU_S + usual_s:  # by chance, on a loaded machine?
-            status, output, seconds = timed_answer(line)
         assert status == 0 or (status == 2 and output.count("\n") == 1), output[-2000:]
-        assert seconds < CPU_S + usual_s, f"{seconds} s of CPU: {output[-200:]}"
+        limit_s = CPU_S + usual_s
+        if seconds >= limit_s:  # is the machine slower than it was? Its load counts as CPU time
+            path.write_bytes(good)
+            _, _, now_s = timed_answer(line)
+            path.write_bytes(content + b"\n")
+            _, _, seconds = timed_answer(line)
+            limit_s *= max(1.0, now_s / usual_s)
+        assert seconds < limit_s, f"{seconds} s of CPU, allowed {limit_s}: {output[-200:]}"
 
     warnings.simplefilter("ignore")  # as in a rank; Megatron warns of its own settings
     try:
