@@ -29,7 +29,7 @@ from megatron_snip.trainer.model import (
 from tests.distributed.launch import run_ranks
 from tests.distributed.layouts import EP2, OVERLAP, SP, TP2, VPP, names, selected
 from tests.distributed.small_model import digest, prepare_rank
-from tests.distributed.test_trainer import TINY, command, read_rows, run_command
+from tests.distributed.train_command import TINY, command, read_rows, run_command
 
 RUN_ALL = "tests.distributed.test_checkpoints:run_all"
 DROPOUT = {"hidden_dropout": 0.1, "attention_dropout": 0.1}

@@ -19,7 +19,7 @@ import pytest
 
 from megatron_snip.planning.plan import read_plan
 from tests.distributed.launch import TIMEOUT_S
-from tests.distributed.test_trainer import command, environment, read_rows, run_command
+from tests.distributed.train_command import command, environment, read_rows, run_command
 
 STEPS = 22
 SETTINGS: dict[str, Any] = {

@@ -33,7 +33,7 @@ from megatron_snip.run.state import resumed_state
 from megatron_snip.trainer.session import check_run
 from tests.distributed.launch import run_ranks
 from tests.distributed.small_model import NARROW, layout
-from tests.distributed.test_trainer import command, run_command
+from tests.distributed.train_command import command, run_command
 from tests.hostile.mutations import changed_documents, mutants
 
 CPU_S = 2.0
