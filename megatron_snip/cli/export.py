@@ -77,11 +77,7 @@ def _converters() -> dict[str, str]:
 
 
 _CONVERTERS = _converters()
-_ALGORITHMS: dict[str, dict[str, Any]] = {
-    "float8": {"quant_algo": "FP8"},
-    "mxfp8": {"quant_algo": "MXFP8", "group_size": 32},
-    "nvfp4": {"quant_algo": "NVFP4", "group_size": 16},
-}
+_ALGORITHMS = {recipe.converter: recipe.modelopt for recipe in RECIPES.values() if recipe.converter}
 """ModelOpt's parameters by torchtitan's converter."""
 
 
@@ -97,10 +93,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     text = "te-precision: compute capability of the GPUs, such as 9.0 (Hopper) [this machine's]"
     add("--capability", metavar="X.Y", type=_capability, help=text)
     text = "te-precision: what fp8 means, the run's --fp8-recipe [the best of the GPU]"
-    recipes = dict.fromkeys(each.run.recipe for each in RECIPES.values() if each.run.kind == "fp8")
-    add("--fp8-recipe", choices=tuple(recipes), help=text)
+    runs = [each.run for each in RECIPES.values() if each.run.kind == "fp8"]
+    add("--fp8-recipe", choices=tuple(dict.fromkeys(run.recipe for run in runs)), help=text)
     text = "te-precision: with --fp8-recipe, the run's --fp8-format [e4m3]"
-    add("--fp8-format", choices=("e4m3", "hybrid"), help=text)
+    add("--fp8-format", choices=tuple(dict.fromkeys(run.format for run in runs)), help=text)
     text = (
         "te-precision: store each weight in the format that its GEMMs run (fp8_param and fp4_param "
         "of Megatron-Core 0.19), for a run with param-gather"

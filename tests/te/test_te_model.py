@@ -30,7 +30,7 @@ HOPPER, BLACKWELL = (9, 0), (10, 0)
 
 
 BLOCKWISE, MXFP8 = ({name, f"{name}_hybrid"} for name in ("blockwise", "mxfp8"))
-TENSORWISE = {name for name in RECIPES if name.startswith(("tensorwise", "delayed"))}
+TENSORWISE = {name for name, each in RECIPES.items() if each.quantization.has_tensor_scale}
 
 
 def on(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int]) -> None:

@@ -107,6 +107,7 @@ class GemmRecipe:
         has_overlap_buffer: whether Transformer Engine's FP8 buffers for `--tp-comm-overlap` hold
             its operands.
         converter: what torchtitan calls the format.
+        modelopt: ModelOpt's parameters of a layer in that format.
         dim_multiple: both dimensions of a weight's shard, and the tokens of a dense linear, must be
             multiples of this. The reason: each of the three is the contraction of one GEMM.
             Tensor cores need 16 bytes; MXFP8's tiles have 32 elements.
@@ -127,6 +128,7 @@ class GemmRecipe:
     has_history: bool = False
     has_overlap_buffer: bool = False
     converter: str = ""
+    modelopt: Mapping[str, Any] | None = None
     dim_multiple: int = 1
     token_multiple: int = 1
     settings: tuple[Setting, ...] = ()
@@ -157,6 +159,7 @@ _BLOCKWISE = GemmRecipe(
     gpus=("9.0",),
     check="is_fp8_block_scaling_available",
     converter="float8",
+    modelopt={"quant_algo": "FP8"},
     dim_multiple=16,
     token_multiple=16,
     settings=(
@@ -179,6 +182,7 @@ _MXFP8 = GemmRecipe(
     check="is_mxfp8_available",
     has_overlap_buffer=True,
     converter="mxfp8",
+    modelopt={"quant_algo": "MXFP8", "group_size": 32},
     dim_multiple=32,
     token_multiple=32,
 )
@@ -193,6 +197,7 @@ _TENSORWISE = GemmRecipe(
     check="is_fp8_available",
     has_overlap_buffer=True,
     converter="float8",
+    modelopt={"quant_algo": "FP8"},
     dim_multiple=16,
     token_multiple=16,
     settings=(
@@ -225,6 +230,7 @@ _NVFP4 = GemmRecipe(
     gpus=("10.x", "12.x"),
     check="is_nvfp4_available",
     converter="nvfp4",
+    modelopt={"quant_algo": "NVFP4", "group_size": 16},
     dim_multiple=32,
     token_multiple=128,
     settings=(

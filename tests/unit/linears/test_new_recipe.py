@@ -1,0 +1,91 @@
+"""A recipe that is added to the table reaches everything that uses the table.
+
+It is added in a process of its own, before the command line's modules read the table.
+"""
+
+from pathlib import Path
+
+from megatron_snip.planning.plan import write_plan
+from megatron_snip.planning.problem import write_problem
+from tests.processes import run_python
+from tests.unit.planning.build import plan_of, problem_of
+
+SCRIPT = """
+import json
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+from megatron_snip.formats import FORMATS
+from megatron_snip.linears.te.recipe_table import RECIPES, RunPrecision, Setting
+
+FORMATS["fp8_new"] = replace(FORMATS["mxfp8"], name="fp8_new", tile=64)
+RECIPES["new"] = replace(
+    RECIPES["mxfp8"],
+    text="1x64 tiles",
+    formats=("fp8", "fp8_new"),
+    quantization=FORMATS["fp8_new"],
+    run=RunPrecision("fp8", "e3m4", "new"),
+    gpus=("11.0",),
+    converter="newfloat",
+    modelopt={"quant_algo": "NEW"},
+    token_multiple=64,
+    settings=(
+        Setting("NVTE_NEW_ROWS", ("1",), "rows", changes={"weight_block": (1, 64)}),
+        Setting("NVTE_NEW_OTHER", ("1",), "other rows"),
+    ),
+)
+
+from megatron_snip.__main__ import main
+from megatron_snip.cli import machine as shown
+from megatron_snip.linears.availability import te_formats
+from megatron_snip.linears.te import quantizers
+from megatron_snip.linears.te.machine import (
+    Machine, measured_format, te_recipe, te_refusal, te_support, unmeasured_settings
+)
+from megatron_snip.linears.te.modules import padded_tokens
+from megatron_snip.options import Option
+from megatron_snip.output import console
+
+machine = Machine((11, 0), "2.20.2")
+assert te_support("fp8", machine) == (
+    "new", "new recipe: 1x64 tiles, rows (NVTE_NEW_ROWS), other rows (NVTE_NEW_OTHER)"
+)
+assert te_formats(machine) == ("bf16", "fp8")
+assert measured_format("fp8", "te", machine) == replace(
+    FORMATS["fp8_new"], weight_block=(1, 64)
+)
+assert "the statistics of new are those without it" in unmeasured_settings(["fp8"], machine)[0]
+hopper = Machine((9, 0), "2.20.2", run=RECIPES["new"].run)
+assert te_recipe(Option.uniform("fp8"), hopper).fprop == "new"
+assert te_refusal(Option.uniform("mxfp8"), machine) is not None
+assert quantizers.new_bf16_new.__name__ == "new_bf16_new"
+job = dict(fp8="e3m4", fp8_recipe="new", fp4=None)
+assert padded_tokens(SimpleNamespace(**job)) == 64
+
+shown.this_machine = lambda with_te: machine
+shown.show(console())
+
+run = ["--fp8-recipe", "new", "--fp8-format", "e3m4", "--capability", "9.0"]
+assert main(["export", "plan.json", "--output", "out.yaml", *run]) == 0
+back = ["--problem", "problem.json", "--output", "back.json"]
+assert main(["import", "out.yaml", *back]) == 0
+linears = json.loads(Path("back.json").read_text())["linears"]
+options = ["-".join(dict.fromkeys(gemms.values())) for gemms in linears.values()]
+assert options == ["fp8_new", "bf16", "fp8_new-bf16", "fp8_new"], linears
+assert main(["export", "back.json", "--to", "modelopt", "--output", "serve.json"]) == 0
+assert '"quant_algo": "NEW"' in Path("serve.json").read_text()
+assert main(["export", "back.json", "--to", "torchtitan", "--output", "t.json", "--nearest"]) == 0
+assert "newfloat" in json.loads(Path("t.json").read_text())
+"""
+
+
+def test_a_recipe_is_one_entry_of_one_table(tmp_path: Path) -> None:
+    plan = plan_of(["fp8", "bf16", "fp8-bf16-bf16", "fp8"])
+    write_plan(plan, tmp_path / "plan.json")
+    write_problem(problem_of([[0.0, 1.0]] * 4), tmp_path / "problem.json")
+    settings = {"NVTE_NEW_ROWS": "1", "NVTE_NEW_OTHER": "1", "COLUMNS": "400"}
+    done = run_python("-c", SCRIPT, cwd=tmp_path, **settings)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    assert "--fp8-format e3m4 --fp8-recipe new" in done.stdout
+    assert "the run's own new recipe: 1x64 tiles" in " ".join(done.stdout.split())
