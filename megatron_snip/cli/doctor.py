@@ -26,7 +26,7 @@ MODULES = {
     "transformer-engine": "transformer_engine.pytorch",
     "wandb": "wandb",
 }
-"""What is imported of each package; of the later ones some need the earlier ones."""
+"""What is imported of each package. Order matters: some of the later ones import earlier ones."""
 
 NEEDED = ("numpy", "torch", "megatron-core", "ortools")
 

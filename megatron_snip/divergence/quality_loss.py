@@ -108,7 +108,7 @@ class DivergenceTable:
     def of_lowest(self) -> list[OptionDivergence]:
         """Return each linear's divergences in the uniform lowest precision, in order.
 
-        The last option stands in where there is no uniform one.
+        The last option, of the lowest precision, stands in where there is no uniform one.
         """
         uniform = Option.uniform(self.lowest_format)
         return [row.get(uniform) or list(row.values())[-1] for row in self.linears.values()]

@@ -131,9 +131,11 @@ def solve_core(core: Core, effort: Effort) -> CoreSolution:
     counts = {choice: solver.value(variable) for choice, variable in variables.items()}
     chosen = _choices(core, groups, counts)
     scaled = base + unit * float(integers[chosen].sum())
-    assert abs(scaled - core.cost[chosen].sum()) <= error, "the scaling error is too small"
-    # CP-SAT calls a search that a gap limit ends optimal, too. Costs are integers here: a cost less
-    # than 1 above the bound is the least one.
+    assert abs(scaled - core.cost[chosen].sum()) <= error, (
+        "costs differ by more than the bound of the scaling error"
+    )
+    # CP-SAT also reports OPTIMAL for a search that a gap limit has ended. Costs are integers here:
+    # a cost less than 1 above the bound is the least one.
     is_closed = solver.objective_value < solver.best_objective_bound + 1
     proven = status == cp_model.OPTIMAL and is_closed
     return CoreSolution(chosen, bound, proven, work)

@@ -34,10 +34,10 @@ def make_plan(
         settings: The constraints and the policy.
         previous: The current plan. The search starts from it, `settings.change_penalty` compares
             with it, and its assignment stays unless a better one is found.
-        iteration: Megatron's (1-based) iteration of the statistics; 0 before training.
+        iteration: Megatron's (1-based) iteration at which the plan is asked for; 0 before training.
 
     Returns:
-        A plan without `find_violations`.
+        A plan in which `find_violations` finds nothing.
 
     Raises:
         InfeasiblePlanError: no plan satisfies the constraints.

@@ -169,7 +169,8 @@ class PlanSpan:
         plan: The plan.
         num_changed: Number of linears whose option it changed.
         wait_s: Seconds that training waited for it.
-        saving_s: Predicted seconds that it saves of a step against BF16; None without seconds.
+        saving_s: Predicted seconds that it saves of a step against BF16; None if the run had no
+            seconds.
         step_s: Mean seconds of a step under it, as observed (`step_s` of metrics.jsonl).
     """
 

@@ -56,7 +56,7 @@ from megatron_snip.run.plans import FirstPlan, PlanSource, RunPlans
 from megatron_snip.run.schedule import Schedule
 from megatron_snip.run.solve import PendingProblem, Solve
 from megatron_snip.run.state import ControllerState, reported_settings
-from megatron_snip.run.step import ForwardBackward, Results, TrainingStep
+from megatron_snip.run.step import ForwardBackward, Results, Runner, TrainingStep
 from megatron_snip.topology import Topology
 
 
@@ -166,7 +166,7 @@ class SnipController:
         # A plan that never changes is not judged.
         is_guarded = config.guard and self._schedule.makes_plans
         sigmas = config.guard_sigmas if is_guarded else None
-        self._guard = Guard(sigmas, self.model, optimizer, self._plans.last_fallback)
+        self._guard = Guard(sigmas, self.model, optimizer, self._plans.job_fallback)
         self._alerts = Alerts(config.alerts)
         settings = PlanSettings(**config.planning_values(), seed=seed)
         if runtime.topology.rank != 0 or not self._schedule.makes_plans:
@@ -241,7 +241,7 @@ class SnipController:
         metrics |= self.evaluations.take_metrics()
         self._reporter.write(Event(iteration, Metrics(metrics)))
 
-    def evaluation(self, name: str = "validation") -> AbstractContextManager[ForwardBackward]:
+    def evaluation(self, name: str = "validation") -> AbstractContextManager[Runner]:
         """All ranks: the context in which an evaluation runs, in the plan's precision or BF16.
 
         Args:
@@ -338,7 +338,7 @@ class SnipController:
             num_done: iterations that the weights were trained for.
         """
         self.model.apply(self.plan.linears)
-        # A new run changes a model that runs BF16.
+        # A new run's changes are counted from BF16, whatever the job runs.
         before = {} if state is None else state.plan.linears
         num_changed = 0
         for name, option in self.plan.linears.items():
@@ -346,14 +346,14 @@ class SnipController:
         is_resumed = state is not None and state.plan.digest == self.plan.digest
         if state is not None and not is_resumed:
             self.history.append((num_done + 1, self.plan.digest))
-            # The guard may fall back to the stopped run's plan. Where that was only made to fit
-            # this run, it may fall back to what the stopped run could fall back to.
+            # The guard may fall back to the stopped run's plan. If the new plan is that plan, made
+            # to fit this run, the fallback stays what it was in the stopped run.
             former, _ = self._plans.fitting.plan(state.plan)
             is_fitted = former.digest == self.plan.digest
             self._guard.plan_changed(self._guard.state.good if is_fitted else former)
         # Not worth a line: a new run's first plan that is BF16 everywhere, before a refresh.
-        is_only_bf16_until_refresh = not num_changed and self._schedule.makes_plans
-        if self.history or not is_only_bf16_until_refresh:
+        changes_nothing_yet = not num_changed and self._schedule.makes_plans
+        if self.history or not changes_nothing_yet:
             self._report_plan(num_done + 1, num_changed, is_resumed=is_resumed)
         for text in self._differences(state, first):
             self._reporter.warn(text)
@@ -463,7 +463,7 @@ class SnipController:
             return
         if self._solve.is_under_way or not self._schedule.may_plan_for_new_target(iteration):
             return
-        self._planned_target = target
+        self._planned_target = target  # also if planning fails: it is not tried again
 
         def make() -> PlanningProblem:
             if self._schedule.is_static:
@@ -510,7 +510,7 @@ class SnipController:
             if self._schedule.makes_plans:
                 self._submit(iteration, measured.problem)
 
-    # ---- what several of them use ---------------------------------------------------------------
+    # ---- helpers of the steps above -------------------------------------------------------------
 
     def _submit(
         self, iteration: int, problem: PlanningProblem, apply_at: int | None = None

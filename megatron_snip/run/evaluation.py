@@ -25,6 +25,7 @@ from megatron_snip.run.observation import Observations
 from megatron_snip.run.step import (
     ForwardBackward,
     Results,
+    Runner,
     TrainingStep,
     microbatch_losses,
     on_device,
@@ -101,7 +102,7 @@ class Evaluations:
         return name if number == 1 else f"{name}_{number}"
 
     @contextmanager
-    def running(self, name: str, plan: PrecisionPlan) -> Iterator[ForwardBackward]:
+    def running(self, name: str, plan: PrecisionPlan) -> Iterator[Runner]:
         """All ranks: the context in which an evaluation runs.
 
         Args:

@@ -9,9 +9,9 @@ fallback plan, so a NaN that a plan causes never reaches the weights. Comparing 
     the plan is not to blame  the data or the learning rate caused the loss, and the plan stays; a
                               loss that is NaN under both is left to Megatron's own check
 
-A gradient that is not finite counts as a loss that is not. The fallback is the first of these that
-differs from the current plan: the last good plan; what the job itself runs, with the pins. If none
-differs, the guard stops watching until the next plan change.
+A gradient that is not finite counts as a loss that is not finite. The fallback is the first of
+these that differs from the current plan: the last good plan; what the job itself runs, with the
+pins. If none differs, the guard stops watching until the next plan change.
 
 Outside the iterations that are judged the loss is summed asynchronously after the backward, and
 read at the end of the iteration.
@@ -90,7 +90,7 @@ class Guard:
         sigmas: float | None,
         model: PlannedModel,
         optimizer: Any,
-        last_fallback: Callable[[PrecisionPlan, int], PrecisionPlan],
+        job_fallback: Callable[[PrecisionPlan, int], PrecisionPlan],
     ) -> None:
         """Start without losses.
 
@@ -99,7 +99,7 @@ class Guard:
                 nothing.
             model: the planned linears.
             optimizer: Megatron's, whose gradients are zeroed before a second run.
-            last_fallback: given the current plan and the iteration, returns what the job itself
+            job_fallback: given the current plan and the iteration, returns what the job itself
                 runs, with the pins. That is the fallback if there is no other good plan.
         """
         self.is_on = sigmas is not None
@@ -108,7 +108,7 @@ class Guard:
         self._model = model
         self._topology = model.runtime.topology
         self._optimizer = optimizer
-        self._last_fallback = last_fallback
+        self._job_fallback = job_fallback
         self._pending_loss: StepLoss | None = None
 
     @property
@@ -205,7 +205,7 @@ class Guard:
 
     def _fallback(self, plan: PrecisionPlan, iteration: int) -> PrecisionPlan | None:
         """Return what replaces the current plan after a spike; None if nothing else is left."""
-        for other in (self.state.good, self._last_fallback(plan, iteration)):
+        for other in (self.state.good, self._job_fallback(plan, iteration)):
             if other is not None and other.digest != plan.digest:
                 return other
         return None

@@ -183,7 +183,7 @@ class RunPlans:
         return FirstPlan(plan, source, changes, changed - {"plan_file"})
 
     def _source(self, state: ControllerState | None, changed: frozenset[str]) -> PlanSource:
-        """Return where the first plan comes from: the first line that applies of the list above.
+        """Return where the first plan comes from: the first rule of the module's list that applies.
 
         Args:
             state: the state of the stopped run, or None.
@@ -225,8 +225,7 @@ class RunPlans:
         """Return the plan that changes nothing but what a pin sets."""
         job = self.available.job
         linears = {name: self.config.pin_of(name) or option for name, option in job.items()}
-        plan = assigned_plan(linears, self.work, self.config.lowest_format, "job")
-        return plan.model_copy(update={"objective": None, "bound": None})
+        return assigned_plan(linears, self.work, self.config.lowest_format, "job")
 
     # ---- later plans ----------------------------------------------------------------------------
 
@@ -234,7 +233,7 @@ class RunPlans:
         """Return the problem before any measurement: all quality losses are 0."""
         return unmeasured(self._model.all_linears, self.available, target)
 
-    def last_fallback(self, plan: PrecisionPlan, iteration: int) -> PrecisionPlan:
+    def job_fallback(self, plan: PrecisionPlan, iteration: int) -> PrecisionPlan:
         """Return what the guard falls back to where no good plan is left: what the job runs.
 
         Args:

@@ -84,13 +84,13 @@ class Solve:
             PlanningError: the same on every rank, if there is no plan.
         """
         assert self._pending is not None
-        measured_at = self._pending.iteration
+        asked_at = self._pending.iteration
         self._pending = None
         begin = time.perf_counter()
         try:
             plan = plan_from_rank_0(self._solved, self._control)
         except SnipError as error:
-            why = f"no plan from the statistics of iteration {measured_at}: {error}"
+            why = f"no plan for the problem of iteration {asked_at}: {error}"
             raise PlanningError(why) from None
         return plan, time.perf_counter() - begin
 

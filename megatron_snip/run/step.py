@@ -31,6 +31,9 @@ Results = list[dict[str, Any]]
 ForwardBackward = Callable[..., Results]
 """Megatron's forward-backward function (`get_forward_backward_func()`); keyword arguments only."""
 
+Runner = Callable[..., Results]
+"""Runs Megatron's forward-backward function, its first argument, with keyword arguments."""
+
 
 def run_once(function: ForwardBackward, **kwargs: Any) -> Results:
     """Call Megatron's forward-backward function."""

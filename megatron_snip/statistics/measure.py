@@ -196,7 +196,7 @@ def partial_sums(
     """
     runs_stream = stream.with_column_stride(features.step or 1, operands.weight.shape[0])
     if not operands.weight.is_cuda:
-        # Each product and norm would convert them again.
+        # Once here; otherwise each product and norm converts them again.
         operands = operands.as_fp32()
     x, w, g = operands.input, operands.weight, operands.grad_output
     output = matmul_fp32(x, w.t())

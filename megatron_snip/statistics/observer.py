@@ -209,8 +209,8 @@ class StepObserver:
         """Count the seconds of the block; it makes no gradients."""
         begin = time.perf_counter()
         try:
-            # Saves time under `--cpu`, which looks at every call of torch to redirect those to
-            # CUDA; there are none here.
+            # `--cpu` inspects every call of torch, to redirect those that name CUDA. No call here
+            # does, so the inspection is skipped.
             with torch.no_grad(), torch._C.DisableTorchFunction():
                 yield
         finally:
@@ -352,11 +352,11 @@ class StepObserver:
         placement = call.placement
         measured = totals(sums, placement.kind, grad, self._settings.formats)
         share = 1.0 / self._topology.context  # of a microbatch: context ranks divide its tokens
-        tokens, tiles = sample.expansions
+        token_factor, tile_factor = sample.expansions
         # What a measured value stands for, by what its column is summed over (`Column.over`).
         expansion = {
-            "tokens": tokens,
-            "tiles": tiles * feature_stride,
+            "tokens": token_factor,
+            "tiles": tile_factor * feature_stride,
             "weight": share,
             "all": 1.0,
         }
@@ -372,7 +372,7 @@ class StepObserver:
         found = torch.stack([measured.get(name, zero) for name in columns])
         statistics = found * factors + counts
         # X and G are of sampled tokens; W is complete, in every microbatch.
-        by_operand = torch.tensor([[tokens], [share], [tokens]], dtype=torch.float64)
+        by_operand = torch.tensor([[token_factor], [share], [token_factor]], dtype=torch.float64)
         health = sums.health.double() * to_device(grad.device, by_operand)
         if placement.expert is not None:
             key = (placement.name, placement.expert)

@@ -268,7 +268,7 @@ REASONS = {
     "backward memory": "OutOfMemoryError: tried to allocate",
     "reduce": "measuring failed on LAST: RuntimeError: a bug",
     "problem": "making a planning problem failed on LAST: RuntimeError: a bug",
-    "NaN": "no plan from the statistics of iteration ",
+    "NaN": "no plan for the problem of iteration ",
     "submit": "RuntimeError: a bug",
     "solve": "RuntimeError: a bug",
     "infeasible": "efficiency_target: no plan satisfies: target 0.5",

@@ -1,14 +1,14 @@
 """Transformer Engine's linears under a plan (`--snip-backend te`): Megatron's per-module recipes.
 
 Each of Megatron's Transformer Engine linears has the attribute `te_quant_params`, which describes
-the autocast that its forward runs in. SNIP sets the attribute from the plan. Two hooks of the
+the autocast that its forward runs in. SNIP sets the attribute from the plan. Hooks of the
 module do the rest: one before the forward sets the recipe (the plan's, or BF16 in BF16
-evaluations), one after it lets an observer see X, W and G. Two properties of Transformer Engine
-need care:
+evaluations), one after it lets an observer see X, W and G, and one puts back a weight that is
+stored quantized. Two properties of Transformer Engine need care:
 
 - It rebuilds quantizers when the recipe's class changes, and (up to 2.20) not when a recipe of
-  the same class differs. So changing the option drops quantizers and quantized weights, also for
-  BF16.
+  the same class differs. So changing the option drops quantizers and quantized weights, also
+  if the new option is BF16.
 - It reuses quantized weights until a microbatch is marked as the first of its step; see
   `FreshWeights`.
 """

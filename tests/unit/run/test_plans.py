@@ -120,12 +120,12 @@ def test_a_run_starts_with_what_the_job_runs_and_returns_to_it() -> None:
         plans = run_plans(job=FP8_JOB, **config)
         start = plans.first_plan(None, 0)
         assert options_of(start.plan) == ["fp8", "fp8", "bf16"] and not start.changes
-        assert options_of(plans.last_fallback(plan_of(["fp4"] * 3), 7)) == ["fp8", "fp8", "bf16"]
+        assert options_of(plans.job_fallback(plan_of(["fp4"] * 3), 7)) == ["fp8", "fp8", "bf16"]
     assert first(job=FP8_JOB, pins=(f"{A}=fp4",)) == ["fp4", "fp8", "bf16"]
 
 
 def test_the_guards_last_resort_leaves_pinned_linears() -> None:
     plans = run_plans(pins=("*.layers.[12].*=fp8",), collect_only=True)
-    plan = plans.last_fallback(plan_of(["fp4", "fp8", "fp4"]), 9)
+    plan = plans.job_fallback(plan_of(["fp4", "fp8", "fp4"]), 9)
     assert options_of(plan) == ["bf16", "fp8", "fp4"]
     assert (plan.policy, plan.iteration, plan.efficiency) == ("guard", 9, 0.5)
