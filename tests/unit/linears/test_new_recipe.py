@@ -46,6 +46,7 @@ from megatron_snip.linears.te.machine import (
 from megatron_snip.linears.te.modules import padded_tokens
 from megatron_snip.options import Option
 from megatron_snip.output import console
+from megatron_snip.planning.plan import read_plan
 
 machine = Machine((11, 0), "2.20.2")
 assert te_support("fp8", machine) == (
@@ -70,13 +71,13 @@ run = ["--fp8-recipe", "new", "--fp8-format", "e3m4", "--capability", "9.0"]
 assert main(["export", "plan.json", "--output", "out.yaml", *run]) == 0
 back = ["--problem", "problem.json", "--output", "back.json"]
 assert main(["import", "out.yaml", *back]) == 0
-linears = json.loads(Path("back.json").read_text())["linears"]
-options = ["-".join(dict.fromkeys(gemms.values())) for gemms in linears.values()]
-assert options == ["fp8_new", "bf16", "fp8_new-bf16", "fp8_new"], linears
+linears = read_plan(Path("back.json")).linears
+names = [str(option) for option in linears.values()]
+assert names == ["fp8_new", "bf16", "fp8_new-bf16-bf16", "fp8_new"], names
 assert main(["export", "back.json", "--to", "modelopt", "--output", "serve.json"]) == 0
 assert '"quant_algo": "NEW"' in Path("serve.json").read_text()
-assert main(["export", "back.json", "--to", "torchtitan", "--output", "t.json", "--nearest"]) == 0
-assert "newfloat" in json.loads(Path("t.json").read_text())
+assert main(["export", "back.json", "--to", "torchtitan", "--output", "filters.json", "--nearest"]) == 0
+assert "newfloat" in json.loads(Path("filters.json").read_text())
 """
 
 
