@@ -1,5 +1,7 @@
 """What the statistics quantize is what Transformer Engine's linears multiply, bit for bit."""
 
+import inspect
+import re
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
@@ -8,8 +10,10 @@ import pytest
 import torch
 import transformer_engine.pytorch as te
 from torch import Tensor
+from transformer_engine.common import recipe as built_in
 
 from megatron_snip.linears.te.history import delayed_scales
+from megatron_snip.linears.te.machine import OVERRIDE
 from megatron_snip.linears.te.quantizers import built_in_recipe
 from megatron_snip.linears.te.recipe_table import RECIPES
 from megatron_snip.quantizers.quantize import quantize_dequantize_operand, rotated
@@ -87,6 +91,15 @@ def test_operands_of_every_gemm(gpu: ExitStack, name: str) -> None:
                     dtype=torch.float32,
                 )
                 assert torch.equal(ours, multiplied), (name, step, gemm.name, operand)
+
+
+def test_every_variable_that_changes_a_recipe_is_in_the_table() -> None:
+    """Those that are in it are measured, refused, or named in a warning."""
+    read = set(re.findall(r'getenv\("(NVTE_\w+)"', inspect.getsource(built_in)))
+    refinements = {name for name in read if name.startswith("NVTE_NVFP4_4OVER6_")}
+    settings = {each.variable for recipe in RECIPES.values() for each in recipe.settings}
+    assert len(refinements) == 2  # of NVTE_NVFP4_4OVER6, without which they do nothing
+    assert read - refinements == settings | {OVERRIDE}
 
 
 def test_the_rotation_is_transformer_engine_s() -> None:
