@@ -14,7 +14,7 @@ from megatron_snip.errors import UsageError
 from megatron_snip.files import read_yaml
 from megatron_snip.formats import lowest_precision
 from megatron_snip.linears.te.precision_config import PrecisionFile, num_layers
-from megatron_snip.options import Option
+from megatron_snip.options import BF16, Option
 from megatron_snip.planning.plan import assigned_plan
 from megatron_snip.planning.problem import read_problem
 
@@ -69,6 +69,11 @@ def run(args: argparse.Namespace) -> int:
     for text, count in Counter(map(str, plan.linears.values())).most_common():
         print(f"  {text}: {count} linears")
     print(f"share of FLOPs in the lowest precision: {plan.efficiency:.4f}")
+    if base == BF16 and any(file.follows_the_run() for file in files):
+        print(
+            "warning: the file leaves linears in the run's own precision, which is taken as bf16; "
+            "give --base fp8 for a run with --fp8-format"
+        )
     if any(file.has_evaluation_recipes() for file in files):
         print(
             "warning: evaluation recipes are left out: a plan holds in training and evaluation; "

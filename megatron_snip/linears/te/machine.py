@@ -163,7 +163,7 @@ def te_support(name: str, machine: Machine) -> tuple[str, str]:
         return "", "Transformer Engine cannot be imported"
     if found in machine.te_unavailable:
         return "", machine.te_unavailable[found]
-    for conflict in _conflicts(found):
+    for conflict in _conflicts(found, machine):
         return "", conflict
     effects = "".join(f", {setting.effect} ({setting.variable})" for setting in _active(found))
     if machine.backward_override:
@@ -177,8 +177,10 @@ def _active(recipe: str) -> list[Setting]:
     return [setting for setting in RECIPES[recipe].settings if setting.is_active(os.environ)]
 
 
-def _conflicts(recipe: str) -> list[str]:
+def _conflicts(recipe: str, machine: Machine) -> list[str]:
     """Return why Transformer Engine cannot run a recipe as the environment sets it."""
+    if machine.backward_override and RECIPES[recipe].has_history:
+        return [f"delayed scaling runs only without {OVERRIDE}; unset it"]
     conflicts = (setting.conflict(os.environ) for setting in _active(recipe))
     return [text for text in conflicts if text is not None]
 
@@ -189,7 +191,7 @@ def conflicting_settings(machine: Machine) -> list[str]:
         f"{recipe} cannot run: {text}"
         for recipe in RECIPES
         if machine.runs_on(RECIPES[recipe].gpus) or recipe == machine.run_recipe
-        for text in _conflicts(recipe)
+        for text in _conflicts(recipe, machine)
     ]
 
 

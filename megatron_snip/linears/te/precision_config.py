@@ -296,6 +296,14 @@ class PrecisionFile:
                 return True
         return False
 
+    def follows_the_run(self) -> bool:
+        """Return whether a recipe keeps a quantized run's own, as delayed scaling needs."""
+        recipes = (c.get(_TRAINING) for c in self.configs.values() if isinstance(c, dict))
+        return any(
+            isinstance(recipe, dict) and recipe.get("override_quantized_autocast") is False
+            for recipe in recipes
+        )
+
     def stores_weights(self) -> bool:
         """Return whether a recipe says that a weight is stored in FP8 or FP4."""
         for config in self.configs.values():

@@ -81,6 +81,10 @@ def test_a_weight_stored_in_the_runs_own_delayed_scaling_is_imported(
     printed(*EXPORT, "10.0", "--fp8-recipe", "delayed", "--fp8-param")
     assert "fp8_param: true" in Path("out.yaml").read_text()
     assert imported("out.yaml", "--base", "fp8") == ["fp8", "bf16", "fp8", "bf16"]
+    words = ("import", "out.yaml", "--problem", "problem.json", "--output", "back.json")
+    warning = "the file leaves linears in the run's own precision, which is taken as bf16"
+    assert warning in printed(*words)
+    assert warning not in printed(*words, "--base", "fp8")
 
 
 def test_the_flags_that_the_run_needs_are_printed(folder: Path, printed: Any) -> None:

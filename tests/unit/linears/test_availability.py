@@ -188,6 +188,16 @@ def test_what_runs_in_bf16_counts_as_bf16(override: str) -> None:
     assert len(unmeasured) == (override == "dequantized")
 
 
+def test_delayed_scaling_runs_without_a_backward_override_alone() -> None:
+    """Transformer Engine's DelayedScaling raises an error with any other value."""
+    machine = te(HOPPER, run=RECIPES["delayed"].run, backward_override="high_precision")
+    refusal = str(te_refusal(Option("fp8", "bf16", "bf16"), machine))
+    assert refusal.endswith("delayed scaling runs only without NVTE_BACKWARD_OVERRIDE; unset it")
+    (line,) = conflicting_settings(machine)
+    assert line.startswith("delayed cannot run: ")
+    assert te_refusal(Option("fp8_tensorwise", "bf16", "bf16"), machine) is None
+
+
 def test_transformer_engine_s_own_refusal_counts() -> None:
     machine = te(HOPPER, te_unavailable={"blockwise": "CUDA 12.9 is needed"})
     assert te_refusal(FP8, machine) == "fp8 on compute capability 9.0: CUDA 12.9 is needed"
