@@ -87,6 +87,8 @@ class Graphs:
     _captured_plan: dict[str, tuple[int, bool]] = field(default_factory=dict)
     # Of layers, by TECudaGraphHelper: captured linear -> how often its option had changed.
     _captured_linears: dict[Any, dict[str, int]] = field(default_factory=dict)
+    # Class of captured layers -> the `__call__` that it itself defined before, or None.
+    _calls: dict[type, Any] = field(default_factory=dict)
 
     @property
     def is_measuring(self) -> bool:
@@ -124,6 +126,8 @@ class Graphs:
     def capture(self, helper: Any, run: Callable[[], Any]) -> Any:
         """All ranks: capture the layers of a `TECudaGraphHelper`."""
         begin = time.perf_counter()
+        for layer in helper.flattened_callables:
+            self._calls.setdefault(type(layer), vars(type(layer)).get("__call__"))
         ran: set[str] = set()
         with ExitStack() as stack:
             for linear in self.model.linears:
@@ -172,6 +176,8 @@ class Graphs:
                 for layer in helper.flattened_callables:
                     stack.callback(setattr, layer, "cuda_graphs", layer.cuda_graphs)
                     layer.cuda_graphs = []
+            if eager:
+                stack.enter_context(_called_as_before(self._calls))
             return schedule(**kwargs)
 
     def forget(self, helper: Any) -> None:
@@ -211,6 +217,31 @@ def _capture_hook(linear: PlannedLinear, captured: set[str]) -> Callable[..., No
             linear.prepare_capture()
 
     return before_forward
+
+
+@contextmanager
+def _called_as_before(calls: dict[type, Any]) -> Iterator[None]:
+    """Call layers as before they were captured.
+
+    Transformer Engine wraps the `__call__` of captured layers' classes, and afterwards puts back
+    what it found. In a class that inherits it from another one (Megatron's `MLPLayer`) it found the
+    other's wrapper (seen in 2.8 to 2.20). Under that a layer takes itself for captured, and keeps
+    the quantized weights of the last replay.
+    """
+    found = {kind: vars(kind).get("__call__") for kind in calls}
+    _set_calls(calls)
+    try:
+        yield
+    finally:
+        _set_calls(found)
+
+
+def _set_calls(calls: dict[type, Any]) -> None:
+    for kind, call in calls.items():
+        if call is not None:
+            kind.__call__ = call  # type: ignore[method-assign]
+        elif "__call__" in vars(kind):
+            del kind.__call__
 
 
 def _reset(wrapper: Any, stage: str) -> None:

@@ -37,6 +37,15 @@ GRAPHS = {
 }
 
 
+def test_measuring_beside_graphs_of_hybrid_layers_changes_no_bit(te_lab: Lab) -> None:
+    """Layers of three classes, of which one inherits from another."""
+    flags = [*FP8, *GRAPHS["layers"][0], "--mamba-head-dim", "4", "--train-iters", "4"]
+    plain = te_lab.run("one hybrid", flags)
+    collected = te_lab.run("one hybrid", [*flags, *COLLECT_ONLY])
+    assert weights(collected) == weights(plain)
+    assert logged(collected) == logged(plain)
+
+
 @pytest.mark.parametrize("captured", GRAPHS)
 def test_transformer_engine_under_graphs_trains_as_without(te_lab: Lab, captured: str) -> None:
     """Bitwise: measured only, and with plans that are captured again."""

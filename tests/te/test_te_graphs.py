@@ -255,6 +255,25 @@ def test_measured_layers_run_without_graphs_and_keep_what_graphs_write_to(
         assert all(linear.module._fp8_workspaces[name] is kept for name, kept in before.items())
 
 
+def test_measured_layers_quantize_new_weights_where_one_class_inherits_from_another(
+    session: Session,
+) -> None:
+    """As in hybrid models; a capture leaves its wrapper on the derived class."""
+    job = LayerJob("mxfp8")
+    layer = job.module.decoder.layers[1]
+    layer.__class__ = type("DerivedLayer", (type(layer),), {})
+    job.capture(session)
+    before = job.step(job.graphed)
+    with torch.no_grad():
+        for parameter in job.module.parameters():
+            parameter.mul_(1.25)
+    with job.model.runtime.observed_by(job.observer()):
+        losses, grads = job.step(job.graphed)
+    assert losses != before[0]
+    replayed, wanted = job.step(job.graphed)
+    assert losses == replayed and all(map(torch.equal, grads, wanted))
+
+
 def test_only_a_captured_linear_s_option_costs_a_capture(session: Session, caplog: Any) -> None:
     caplog.set_level(logging.INFO)
     job = LayerJob("mxfp8", cuda_graph_scope=[CudaGraphScope.attn])
