@@ -1,4 +1,7 @@
-"""Measure first, train later (docs/two-phases.md): a short job, a plan, a long job without SNIP."""
+"""Measure first, train later: a short job, a plan, a long job without SNIP.
+
+The commands are those of docs/two-phases.md.
+"""
 
 from pathlib import Path
 
@@ -7,40 +10,67 @@ import pytest
 from megatron_snip.__main__ import main
 from megatron_snip.planning.plan import read_plan
 from tests.megatron.lab import COLLECT_ONLY, SNIP, Lab, logged
+from tests.processes import ROOT
+from tests.unit.docs.test_commands import commands_in
 
-FP8 = ["--fp8-format", "e4m3", "--fp8-recipe", "mxfp8", "--mamba-head-dim", "4"]
-STORED = ["--fp8-param-gather", "--reuse-grad-buf-for-mxfp8-param-ag"]
-FORMATS = ["--snip-formats", "bf16,fp8"]
-SHORT = ["--train-iters", "4", "--clip-grad", "0"]
-"""The norm of all gradients is added up in the order of buckets, and stored weights have others."""
+PAGE = ROOT / "docs" / "two-phases.md"
 LAYOUT = "one hybrid"
 """Megatron 0.19 passes names to the linears of hybrid models alone, and stores weights by them."""
+SHORT = ["--train-iters", "4", "--cuda-graph-warmup-steps", "1"]
+# The norm of all gradients is added up in the order of buckets, and stored weights have others.
+SHORT += ["--clip-grad", "0"]
+MODEL = ["--mamba-head-dim", "4"]
+"""All sizes are multiples of 32, as MXFP8 needs them."""
+FORMATS = ["--snip-formats", "bf16,fp8"]
+STORED = ("--fp8-param-gather", "--reuse-grad-buf-for-mxfp8-param-ag")
+
+
+def shown(*having: str) -> list[str]:
+    """Return the words of the page's only command that has these words."""
+    commands = [each.words for each in commands_in(PAGE.read_text(), PAGE.name)]
+    (found,) = [words for words in commands if set(having) <= set(words)]
+    return found
+
+
+FLAGS = shown("torchrun", "runs/stored.yaml")
+FLAGS = FLAGS[FLAGS.index("@my-arguments.args") + 1 :]
+"""Of the long job."""
+FILE = FLAGS.index("--te-precision-config-file")
+JOB = [word for word in FLAGS[:FILE] + FLAGS[FILE + 2 :] if word not in STORED]
+"""The long job with BF16 weights and without a plan."""
 
 
 @pytest.fixture(scope="module")
-def files(te_lab: Lab, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """The static plan, and Megatron's precision file that was exported from it."""
+def files(te_lab: Lab, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """What the commands read and write, by their names on the page; and the file imported again."""
     folder = tmp_path_factory.mktemp("static")
-    plan, precision = folder / "static.json", folder / "precision.yaml"
-    measured = te_lab.run(LAYOUT, [*FP8, *SHORT, *COLLECT_ONLY, *FORMATS])
+    measured = te_lab.run(LAYOUT, [*MODEL, *JOB, *SHORT, *COLLECT_ONLY, *FORMATS])
     measured.finished()
-    problem = measured.output / "problems" / "3.json"
-    assert main(["plan", str(problem), "--target", "0.5", "--output", str(plan)]) == 0
-    export = ["export", str(plan), "--capability", "10.0", "--fp8-recipe", "mxfp8", "--fp8-param"]
-    assert main([*export, "--output", str(precision)]) == 0
-    return plan, precision
+    paths = {
+        "runs/demo/problems/126.json": measured.output / "problems" / "3.json",
+        "runs/static.json": folder / "static.json",
+        "runs/stored.yaml": folder / "stored.yaml",
+        "imported": folder / "imported.json",
+    }
+    for having in (("plan", "runs/static.json"), ("export", "runs/stored.yaml")):
+        assert main([str(paths.get(word, word)) for word in shown(*having)[1:]]) == 0
+    words = ["import", "runs/stored.yaml", "--problem", "runs/demo/problems/126.json"]
+    words += ["--output", "imported"]
+    assert main([str(paths.get(word, word)) for word in words]) == 0
+    return paths
 
 
 def test_the_long_job_trains_as_under_snip_and_stores_what_the_file_says(
-    te_lab: Lab, files: tuple[Path, Path]
+    te_lab: Lab, files: dict[str, Path]
 ) -> None:
-    plan, precision = files
-    words = [*FP8, *STORED, *SHORT, "--te-precision-config-file", str(precision)]
-    static = te_lab.run(LAYOUT, words, plain=True)
-    planned = [*SNIP, *FORMATS, "--snip-plan-file", str(plan)]
-    under_snip = te_lab.run(LAYOUT, [*FP8, *SHORT, *planned])
+    words = [str(files.get(word, word)) for word in FLAGS]
+    static = te_lab.run(LAYOUT, [*MODEL, *words, *SHORT], plain=True)
+    planned = [*SNIP, "--snip-formats", "bf16,mxfp8", "--snip-plan-file", str(files["imported"])]
+    under_snip = te_lab.run(LAYOUT, [*MODEL, *JOB, *SHORT, *planned])
     assert logged(static) == logged(under_snip)
-    options = {name: str(option) for name, option in read_plan(plan).linears.items()}
+    assert len(logged(static)) == 4
+    plan = read_plan(files["runs/static.json"])
+    options = {name: str(option) for name, option in plan.linears.items()}
     assert set(options.values()) == {"bf16", "fp8"}
     (result,) = static.finished()
     stored = {name.removesuffix(".weight") for name in result["quantized"]}

@@ -119,7 +119,8 @@ def _check_python(words: list[str]) -> None:
     if "megatron_snip" in words:
         _check_job(words[words.index("megatron_snip") + 1 :])
         return
-    if "pretrain_gpt.py" in words:  # Megatron's script with Megatron's flags alone
+    # Megatron's scripts with Megatron's flags alone.
+    if "pretrain_gpt.py" in words or "pretrain_hybrid.py" in words:
         return
     names = [words[0]]
     if words[0] == "-m":
