@@ -6,10 +6,13 @@ from tests.megatron.lab import COLLECT_ONLY, SNIP, Lab, applied_plans, logged, w
 
 MXFP8 = ["--fp8-format", "e4m3", "--fp8-recipe", "mxfp8"]
 TENSORWISE = ["--fp8-format", "hybrid", "--fp8-recipe", "tensorwise"]
+NVFP4 = ["--fp4-format", "e2m1", "--fp4-recipe", "nvfp4"]
 STORED = "--fp8-param-gather"
 GATHERED_BF16 = [*MXFP8, STORED, "--reuse-grad-buf-for-mxfp8-param-ag"]
 JOBS = {
     "mxfp8, gathered in BF16": ("te dp2", GATHERED_BF16),
+    "nvfp4": ("te dp2", [*NVFP4, "--fp4-param-gather"]),
+    "tensorwise": ("te dp2", [*TENSORWISE, STORED]),
     "mxfp8, FSDP": ("te megatron-fsdp", [*MXFP8, STORED]),
     "tensorwise, FSDP": ("te megatron-fsdp", [*TENSORWISE, STORED]),
 }
@@ -42,3 +45,18 @@ def test_a_plan_runs_on_exact_weights_where_megatron_gathers_bf16(te_lab: Lab) -
         result["losses"] for result in truth.finished()
     ]
     assert applied_plans(stored) == applied_plans(truth) == [5]
+
+
+@pytest.mark.parametrize(("job", "formats"), [("nvfp4", "bf16,fp4"), ("tensorwise", "bf16,fp8")])
+def test_a_plan_runs_on_dequantized_weights_in_other_jobs(
+    te_lab: Lab, job: str, formats: str
+) -> None:
+    layout, flags = JOBS[job]
+    plain = te_lab.run(layout, [*flags, *SMALL, "--train-iters", "6"])
+    run = te_lab.run(layout, [*flags, *PLANS, "--snip-formats", formats])
+    run.finished()
+    assert applied_plans(run) == [5], run.report
+    before, after = logged(plain), logged(run)
+    assert [after[i] for i in range(1, 5)] == [before[i] for i in range(1, 5)]
+    assert after[5] != before[5]
+    assert float(after[6]) == pytest.approx(float(before[6]), rel=0.02)

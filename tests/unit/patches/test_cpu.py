@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from megatron.core.datasets import utils as dataset_utils
+from megatron.core.distributed import param_and_grad_buffer
 from megatron.core.optimizer import distrib_optimizer
 from megatron.core.pipeline_parallel import schedules
 from megatron.core.tensor_parallel import random as tensor_parallel_random
@@ -31,6 +32,7 @@ OWNERS = (
     torch.accelerator,
     dist,
     dataset_utils,
+    param_and_grad_buffer,
     schedules,
     tensor_parallel_random,
     moe_utils,
@@ -118,6 +120,23 @@ class NamesCudaInBackward(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
         return grad * torch.full((), 3.0, device="cuda")
+
+
+@pytest.mark.usefixtures("patched")
+def test_weights_of_several_types_are_gathered_together() -> None:
+    """gloo alone reads all of them as the first one's type."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        given = [torch.arange(8, dtype=torch.uint8), torch.linspace(-1, 1, 8).bfloat16()]
+        found = [torch.zeros_like(each) for each in given]
+        group = dist.group.WORLD
+        with param_and_grad_buffer._coalescing_manager(group, async_ops=True) as work:
+            for output, shard in zip(found, given, strict=True):
+                dist.all_gather_into_tensor(output, shard, group=group, async_op=True)
+        work.wait()
+    finally:
+        dist.destroy_process_group()
+    assert all(map(torch.equal, found, given))
 
 
 @pytest.mark.usefixtures("patched")
