@@ -61,8 +61,11 @@ def main() -> None:
         estimates = {low: estimate(fitted, low) for low, fitted in fits.items()}
         draw(store.select(wanted), estimates, options.figure)
     if options.page:
-        wanted = {"kind": "policies", "setup": options.setup, "scenario": options.scenario}
-        tables = [curve.table(rows) for rows in groups(store.select(wanted)).values()]
+        wanted = {"kind": "policies", "scenario": options.scenario}
+        found = groups(store.select(wanted)).values()
+        # The setup that was asked for comes first.
+        found = sorted(found, key=lambda rows: rows[0]["setup"] != options.setup)
+        tables = [curve.table(rows) for rows in found]
         _fill(options.page, "\n\n".join(tables))
 
 

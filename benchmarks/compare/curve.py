@@ -22,6 +22,8 @@ TARGETS = (0.5, 0.67, 0.75, 0.8, 0.85, 0.9, 0.95, 1.0)
 REFERENCE = "snip-gemm"
 RIVALS = {"snip-gemm": ("grads-first", "snip-linear"), "snip-linear": ("norms", "last-blocks")}
 """Whom each of SNIP's variants is compared with: rules of its granularity, and SNIP per linear."""
+FOLLOWING = {"replan": ("snip-gemm",), "heal-plan": ("heal-grads-first",)}
+"""The same for variants whose plan follows the run: the first plan, and the rule's healing."""
 
 DRAWS = 10_000
 
@@ -99,8 +101,11 @@ def more_at_equal_loss(curve: Curve, rule: Curve, share: float) -> tuple[float, 
 PRIMARY_TARGETS = (0.85, 0.9, 0.95)
 
 
-def primary(rows: list[dict[str, Any]], key: str) -> str:
-    """Return the preregistered difference of grads-first and snip-gemm: a mean over targets."""
+def primary(rows: list[dict[str, Any]], key: str) -> str | None:
+    """Return the preregistered difference of grads-first and snip-gemm: a mean over targets.
+
+    None if no seed has all of these targets.
+    """
     bf16 = [row for row in rows if row["variant"] == "bf16"]
     differences = []
     for target in PRIMARY_TARGETS:
@@ -110,7 +115,7 @@ def primary(rows: list[dict[str, Any]], key: str) -> str:
     seeds = sorted(set.intersection(*map(set, differences)))
     means = [float(np.mean([part[seed] for part in differences])) for seed in seeds]
     if not means:
-        return f"grads-first - {REFERENCE}: no seed has all of {PRIMARY_TARGETS}"
+        return None
     each = ", ".join(f"{value:+.2f}" for value in means)
     return (
         f"grads-first - {REFERENCE}, mean of {PRIMARY_TARGETS}: {analysis.mean_of(means)}, "
@@ -127,7 +132,7 @@ def table(rows: list[dict[str, Any]]) -> str:
     shares = sorted({share for curve in both[0].values() for share in curve})
     pairs = [
         (snip, rule)
-        for snip, rules in RIVALS.items()
+        for snip, rules in (RIVALS | FOLLOWING).items()
         for rule in rules
         if snip in both[0] and rule in both[0]
     ]
@@ -139,7 +144,8 @@ def table(rows: list[dict[str, Any]]) -> str:
     ]
     for snip, rule in pairs:
         cells = [_differences(both, snip, rule, share) for share in shares]
-        lines.append((f"{rule} - {snip}", *cells))
+        if any(cells):
+            lines.append((f"{rule} - {snip}", *cells))
     for snip, rule in pairs:
         if snip != REFERENCE:
             continue
@@ -151,13 +157,17 @@ def table(rows: list[dict[str, Any]]) -> str:
         for gpu in GPUS:
             cells = [_saved(gpu, both[0], rule, share) for share in shares]
             formats = f"{gpu.high.upper()} and {gpu.low.upper()} on {gpu.name}"
-            lines.append((f"predicted time saved over {rule} at equal loss, {formats}", *cells))
+            if any(cells):
+                lines.append((f"predicted time saved over {rule} at equal loss, {formats}", *cells))
     seeds = len({row["seed"] for row in rows if row["variant"] != "bf16"})
-    head = (f"{rows[0]['low']}, {seeds} seeds", *(f"{100 * s:.1f} %" for s in shares))
-    texts = [analysis.markdown(head, lines)]
-    titles = ("in the plan's precision", "in BF16")
-    texts += [f"- {t}: {primary(rows, key)}" for t, key in zip(titles, LOSSES, strict=True)]
-    return "\n".join((texts[0], "", *texts[1:]))
+    title = f"{rows[0]['low']}, {rows[0]['setup']} model, {seeds} seeds"
+    head = (title, *(f"{100 * s:.1f} %" for s in shares))
+    texts = [analysis.markdown(head, lines), ""]
+    for evaluated, key in zip(("in the plan's precision", "in BF16"), LOSSES, strict=True):
+        found = primary(rows, key)
+        if found is not None:
+            texts.append(f"- {evaluated}: {found}")
+    return "\n".join(texts).strip()
 
 
 def _gaps(both: Sequence[Mapping[tuple[int, int], float] | None]) -> str:
@@ -179,8 +189,11 @@ def _differences(both: Sequence[Mapping[str, Curve]], snip: str, rule: str, shar
 
 
 def _more(both: Sequence[Mapping[str, Curve]], snip: str, rule: str, share: float) -> str:
-    """Return percent more low FLOPs; nothing where few plans differ or all are alike."""
-    if share not in both[0][rule] or not 0.7 < share < 1.0:
+    """Return percent more low FLOPs; nothing where few plans differ or all are alike.
+
+    Nothing either where SNIP's curve is one point.
+    """
+    if share not in both[0][rule] or not 0.7 < share < 1.0 or len(both[0][snip]) < 2:
         return ""
     return " / ".join(
         _percent(more_at_equal_loss(found[snip], found[rule], share)) for found in both

@@ -7,6 +7,7 @@ one copy of each that is planned otherwise.
 """
 
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
@@ -18,37 +19,52 @@ from tests.megatron.test_expert_overlap import DELAYED, OVERLAP, STREAMS
 from tests.megatron.test_graphs import GRAPH, GRAPHS
 from tests.megatron.test_stored_weights import GATHERED_BF16, MXFP8, NVFP4, SHORT, STORED
 
+
+class Job(NamedTuple):
+    """A job of two ranks.
+
+    Attributes:
+        layout: of `lab.py`.
+        flags: Megatron's.
+        formats: SNIP's flag of the formats.
+    """
+
+    layout: str
+    flags: list[str]
+    formats: tuple[str, str]
+
+
 BF16_FP8 = ("--snip-formats", "bf16,fp8")
 BF16_FP4 = ("--snip-formats", "bf16,fp4")
 PLANNED = {
-    "--fp8-param-gather with --reuse-grad-buf-for-mxfp8-param-ag": (
+    "--fp8-param-gather with --reuse-grad-buf-for-mxfp8-param-ag": Job(
         "te dp2",
         [*GATHERED_BF16],
         BF16_FP8,
     ),
-    "--fp8-param-gather or --fp4-param-gather alone": (
+    "--fp8-param-gather or --fp4-param-gather alone": Job(
         "te dp2",
         [*NVFP4, "--fp4-param-gather"],
         BF16_FP4,
     ),
-    "--cuda-graph-impl full_iteration": ("te dp2", [*MXFP8, *GRAPH], BF16_FP8),
-    "--cuda-graph-impl transformer_engine": ("te dp2", [*MXFP8, *GRAPHS["layers"][0]], BF16_FP8),
-    "--delay-wgrad-compute or --overlap-dispatch-backward-with-experts-wgrad": (
+    "--cuda-graph-impl full_iteration": Job("te dp2", [*MXFP8, *GRAPH], BF16_FP8),
+    "--cuda-graph-impl transformer_engine": Job("te dp2", [*MXFP8, *GRAPHS["layers"][0]], BF16_FP8),
+    "--delay-wgrad-compute or --overlap-dispatch-backward-with-experts-wgrad": Job(
         "te ep2",
         [*MXFP8, *DELAYED],
         BF16_FP8,
     ),
-    "--overlap-moe-expert-parallel-comm in an FP8 or FP4 run": (
+    "--overlap-moe-expert-parallel-comm in an FP8 or FP4 run": Job(
         "te ep2",
         [*MXFP8, *OVERLAP],
         BF16_FP8,
     ),
-    "--use-megatron-fsdp with BF16 weights": ("te megatron-fsdp", [], BF16_FP8),
-    "--use-torch-fsdp2": ("te fsdp2", [], BF16_FP8),
+    "--use-megatron-fsdp with BF16 weights": Job("te megatron-fsdp", [], BF16_FP8),
+    "--use-torch-fsdp2": Job("te fsdp2", [], BF16_FP8),
 }
-"""Flag -> layout, flags and formats of a job."""
+"""Flag -> job."""
 MEASURED = {
-    "--use-megatron-fsdp with --fp8-param-gather or --fp4-param-gather": (
+    "--use-megatron-fsdp with --fp8-param-gather or --fp4-param-gather": Job(
         "te megatron-fsdp",
         [*MXFP8, STORED],
         BF16_FP8,
@@ -69,11 +85,12 @@ NEVER = ("--snip-start-step", "100")
 
 
 def run(lab: Lab, flag: str, *snip: str, failing: bool = False) -> Run:
-    layout, flags, formats = {**PLANNED, **MEASURED}[flag]
-    environment = {**STREAMS} if layout == "te ep2" else {}
+    job = {**PLANNED, **MEASURED}[flag]
+    environment = {**STREAMS} if job.layout == "te ep2" else {}
     if failing:
         environment["TINY_FAIL"] = "1"
-    return lab.run(layout, [*flags, *SHORT, *snip, *(formats if snip else ())], environment)
+    formats = job.formats if snip else ()
+    return lab.run(job.layout, [*job.flags, *SHORT, *snip, *formats], environment)
 
 
 def measurements(finished: Run) -> list[str]:
@@ -101,7 +118,8 @@ def test_beside_a_frozen_plan_a_measurement_leaves_no_trace_nor_does_one_that_fa
     te_lab: Lab, flag: str, tmp_path: Path
 ) -> None:
     collected = run(te_lab, flag, *COLLECT_ONLY)
-    problem, plan = str(collected.output / "problems" / "3.json"), str(tmp_path / "plan.json")
+    problem = str(collected.output / "problems" / "3.json")
+    plan = str(tmp_path / "plan.json")
     assert main(["plan", problem, "--target", "0.5", "--output", plan]) == 0
     frozen = [*COLLECT_ONLY, "--snip-plan-file", plan]
     alone = run(te_lab, flag, *frozen, *NEVER)

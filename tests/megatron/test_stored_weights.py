@@ -55,7 +55,8 @@ def test_a_plan_runs_on_dequantized_weights_in_other_jobs(
     run = te_lab.run(layout, [*flags, *PLANS, "--snip-formats", formats])
     run.finished()
     assert applied_plans(run) == [5], run.report
-    before, after = logged(plain), logged(run)
+    before = logged(plain)
+    after = logged(run)
     assert [after[i] for i in range(1, 5)] == [before[i] for i in range(1, 5)]
     assert after[5] != before[5]
     assert float(after[6]) == pytest.approx(float(before[6]), rel=0.02)

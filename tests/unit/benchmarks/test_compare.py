@@ -138,7 +138,7 @@ def test_the_table_and_the_figure_of_a_curve(tmp_path: Path) -> None:
                 row = {**PLACE, "seed": seed, "variant": variant, "target": target, **found}
                 rows.append({**row, "share": target})
     lines = curve.table(rows).splitlines()
-    assert lines[0] == "| fp4, 3 seeds | 80.0 % | 85.0 % | 90.0 % | 95.0 % |"
+    assert lines[0] == "| fp4, s model, 3 seeds | 80.0 % | 85.0 % | 90.0 % | 95.0 % |"
     assert lines[2].startswith("| snip-gemm | +8.8 ± 2.0 / +0.0 ± 0.0 (3) |")
     assert lines[4].startswith("| grads-first - snip-gemm | +1.6 ± 0.0, p < 0.001 / ")
     # On average the slopes are 11 and 13: 13 * 0.8 is 11 * 0.945, and 13 * 0.85 is beyond 95 %.
@@ -150,6 +150,24 @@ def test_the_table_and_the_figure_of_a_curve(tmp_path: Path) -> None:
     assert "mean of (0.85, 0.9, 0.95): +1.8 ± 0.0" in lines[9]
     figure.draw(rows, {}, tmp_path / "curve.svg")
     assert (tmp_path / "curve.svg").read_text().startswith("<?xml")
+
+
+def test_plans_that_follow_the_run_are_compared_with_their_own_rivals() -> None:
+    """At one target: there is no share of equal loss, and no mean of targets."""
+    gaps = {"snip-gemm": 5.0, "replan": 4.0, "heal-plan": 2.0, "heal-grads-first": 3.5}
+    rows = []
+    for seed in range(2):
+        losses = {"loss": 2.0, "loss_bf16": 2.0}
+        rows.append({**PLACE, "seed": seed, "variant": "bf16", "target": 0.0, **losses})
+        for variant, gap in gaps.items():
+            found = {"loss": 2.0 + (gap + seed) / 1e3, "loss_bf16": 2.0, "share": 0.9}
+            rows.append({**PLACE, "seed": seed, "variant": variant, "target": 0.9, **found})
+    head, _, *lines = curve.table(rows).splitlines()
+    assert head == "| fp4, s model, 2 seeds | 90.0 % |"
+    differences = [line for line in lines if " - " in line]
+    assert len(lines) == len(gaps) + len(differences)
+    assert differences[0].startswith("| snip-gemm - replan | +1.0 ± 0.0")
+    assert differences[1].startswith("| heal-grads-first - heal-plan | +1.5 ± 0.0")
 
 
 def test_predicted_times_follow_the_share_and_stay_between_the_two_formats() -> None:
