@@ -2,7 +2,7 @@
 
     python -m benchmarks.compare policies [--targets 0.85,0.95] [--formats fp3,fp4] [--seeds 6]
     python -m benchmarks.compare forks [--formats fp3,fp4] [--pairs 48] [--data-seeds 2]
-    python -m benchmarks.compare table [--figure FILE.svg] [--page FILE.md]
+    python -m benchmarks.compare table [--figure FILE.svg] [--page FILE.md ..]
     (each with --quick, which takes ten minutes, --scenario outliers, --results FILE)
 
 `policies`: from a BF16 warm-up of each seed, one branch a variant and target; plans of a target
@@ -16,7 +16,8 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,8 +38,8 @@ from megatron_snip.errors import UsageError
 FILES = {"policies": "policies.jsonl", "forks": "compare.jsonl", "table": "policies.jsonl"}
 """Where the rows of a command are."""
 
-MARKS = ("<!-- from `table --page` -->", "<!-- end -->")
-"""Around the tables of a page."""
+END_MARK = "<!-- end -->"
+"""Behind what `table --page` writes; `fill_page` has the marks before it."""
 
 
 def main() -> None:
@@ -62,20 +63,36 @@ def main() -> None:
         draw(store.select(wanted), estimates, options.figure)
     if options.page:
         wanted = {"kind": "policies", "scenario": options.scenario}
-        found = groups(store.select(wanted)).values()
+        found = list(groups(store.select(wanted)).values())
         # The setup that was asked for comes first.
-        found = sorted(found, key=lambda rows: rows[0]["setup"] != options.setup)
-        tables = [curve.table(rows) for rows in found]
-        _fill(options.page, "\n\n".join(tables))
+        found.sort(key=lambda rows: rows[0]["setup"] != options.setup)
+        for page in options.page:
+            fill_page(page, found)
 
 
-def _fill(page: Path, text: str) -> None:
-    """Replace what is between the two marks of a page."""
-    head, found, rest = page.read_text().partition(MARKS[0])
-    _, found_end, tail = rest.partition(MARKS[1])
-    if not (found and found_end):
-        raise SystemExit(f"error: {page} lacks the lines '{MARKS[0]}' and '{MARKS[1]}'")
-    page.write_text(f"{head}{MARKS[0]}\n{text}\n{MARKS[1]}{tail}")
+def fill_page(page: Path, found: Sequence[list[dict[str, Any]]]) -> None:
+    """Write the curves of each setup and format between the marks of a page.
+
+    The mark `<!-- table --page: all -->` asks for all that `curve.table` has of each;
+    `<!-- table --page: fp3 small -->` for the summary of that format and setup.
+    """
+    makers = {"all": lambda: "\n\n".join(curve.table(rows) for rows in found)}
+    for rows in found:
+        makers[f"{rows[0]['low']} {rows[0]['setup']}"] = partial(curve.summary, rows)
+    text = page.read_text()
+    num_filled = 0
+    for name, make in makers.items():
+        head, mark, rest = text.partition(f"<!-- table --page: {name} -->\n")
+        _, end, tail = rest.partition(END_MARK)
+        if mark and end:
+            text = f"{head}{mark}\n{make()}\n\n{end}{tail}"
+            num_filled += 1
+    if not num_filled:
+        raise SystemExit(
+            f"error: {page} has no line '<!-- table --page: NAME -->' before a line '{END_MARK}'; "
+            f"NAME is one of {', '.join(makers)}"
+        )
+    page.write_text(text)
 
 
 def _fits(options: argparse.Namespace) -> dict[str, Fit]:
@@ -125,7 +142,9 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--results", type=Path, help="file of the rows")
     parser.add_argument("--checkpoints", type=Path, help="keep warm models of this code here")
     parser.add_argument("--figure", type=Path, help="draw the gaps of a scenario here")
-    parser.add_argument("--page", type=Path, help="write the curve's tables into this page")
+    parser.add_argument(
+        "--page", type=Path, nargs="+", help="write the curve's tables between marks of these pages"
+    )
     options = parser.parse_args()
     options.results = options.results or RESULTS / FILES[options.command]
     return options

@@ -170,6 +170,34 @@ def table(rows: list[dict[str, Any]]) -> str:
     return "\n".join(texts).strip()
 
 
+def summary(rows: list[dict[str, Any]]) -> str:
+    """Return SNIP per GEMM against the rule as a short table: one line for each share.
+
+    Columns without a value are left out: intervals and p need two seeds, the rest a curve.
+    """
+    rule = RIVALS[REFERENCE][0]
+    both = [curves(rows, key) for key in LOSSES]
+    head = (
+        "share of FLOPs",
+        "seeds",
+        f"`{REFERENCE}`",
+        f"`{rule}`",
+        "the rule loses more by",
+        "in BF16 by",
+        "SNIP's FLOPs at equal loss",
+    )
+    lines = []
+    for share in sorted(set(both[0][REFERENCE]) & set(both[0][rule])):
+        gaps = [both[0][variant][share] for variant in (REFERENCE, rule)]
+        line = [f"{100 * share:.1f} %", str(len(analysis.paired(*gaps)))]
+        line += [str(analysis.mean_of(list(found.values()))) for found in gaps]
+        line += [_differences([found], REFERENCE, rule, share) for found in both]
+        line.append(_more(both[:1], REFERENCE, rule, share))
+        lines.append(line)
+    num_columns = len(head) if any(line[-1] for line in lines) else len(head) - 1
+    return analysis.markdown(head[:num_columns], [line[:num_columns] for line in lines])
+
+
 def _gaps(both: Sequence[Mapping[tuple[int, int], float] | None]) -> str:
     """Return the mean gaps, with their number in parentheses."""
     if both[0] is None:

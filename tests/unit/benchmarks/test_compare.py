@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from benchmarks.compare import curve, figure, runs, times
+from benchmarks.compare.__main__ import fill_page
 from benchmarks.compare.store import ResultStore
 from benchmarks.compare.variants import Formats, Planner, low_items
 from megatron_snip.errors import UsageError
@@ -124,8 +125,11 @@ def test_rows_of_two_warm_models_are_not_mixed(tmp_path: Path) -> None:
         store.check_start({**PLACE, "seed": 0}, "b")
 
 
-def test_the_table_and_the_figure_of_a_curve(tmp_path: Path) -> None:
+def test_the_table_and_the_figure_of_a_curve(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Gaps grow with the share, in seed 0 with slopes 10 and 12, in each next seed by 1 more."""
+    monkeypatch.setattr(curve, "DRAWS", 50)
     slopes = {"snip-gemm": 10.0, "grads-first": 12.0}
     rows = []
     for seed in range(3):
@@ -148,8 +152,35 @@ def test_the_table_and_the_figure_of_a_curve(tmp_path: Path) -> None:
     for line, gpu in zip(lines[6:8], times.GPUS, strict=True):
         assert line.endswith(f"{gpu.name} | {times.percent_saved(gpu, 0.8, more):.1f} % |  |  |  |")
     assert "mean of (0.85, 0.9, 0.95): +1.8 ± 0.0" in lines[9]
+    head, _, *short = curve.summary(rows).splitlines()
+    assert head.startswith("| share of FLOPs | seeds | `snip-gemm` | `grads-first` |")
+    assert short[0].startswith("| 80.0 % | 3 | +8.8 ± 2.0 | +10.4 ± 2.0 | +1.6 ± 0.0, p < 0.001 |")
+    assert [line.split("|")[7].split(" [")[0].strip() for line in short[:2]] == [
+        "+18.2 %",
+        "not reached",
+    ]
     figure.draw(rows, {}, tmp_path / "curve.svg")
     assert (tmp_path / "curve.svg").read_text().startswith("<?xml")
+
+
+def test_tables_are_written_between_the_marks_of_a_page(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    head = "before\n\n<!-- table --page: fp4 s -->\n"
+    page.write_text(f"{head}old\n<!-- end -->\nafter\n")
+    rows = []
+    for variant, loss in {"bf16": 1.0, "snip-gemm": 1.1, "grads-first": 1.3}.items():
+        row = {**PLACE, "seed": 0, "variant": variant, "target": 0.9, "share": 0.9}
+        rows.append({**row, "loss": loss, "loss_bf16": loss})
+    rows[0]["target"] = 0.0
+    fill_page(page, [rows])
+    text = page.read_text()
+    assert text == f"{head}\n{curve.summary(rows)}\n\n<!-- end -->\nafter\n"
+    assert "| 90.0 % | 1 | +100.0 | +300.0 | +200.0 | +200.0 |" in text
+    fill_page(page, [rows])
+    assert page.read_text() == text
+    page.write_text("no marks")
+    with pytest.raises(SystemExit, match="NAME is one of all, fp4 s"):
+        fill_page(page, [rows])
 
 
 def test_plans_that_follow_the_run_are_compared_with_their_own_rivals() -> None:
