@@ -171,7 +171,7 @@ def _restricted(config: SnipConfig, rows: Sequence[FlagRow]) -> SnipConfig:
     """Return the settings under the flags of a job; log what cannot change while it runs."""
     only_measures = [row for row in rows if row.plans == "measures"]
     for row in rows:
-        if row.plans == "pins" and not (only_measures or config.collect_only):
+        if row.plans == "restricts" and not (only_measures or config.collect_only):
             warn_once_per_job(logger, f"{row.flag}: {row.text}")
     if not only_measures or (config.collect_only and config.plan_file is None):
         return config

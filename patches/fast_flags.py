@@ -57,8 +57,8 @@ FAST_FLAGS: tuple[FlagRow, ...] = (
         "--fp8-param-gather with --reuse-grad-buf-for-mxfp8-param-ag",
         lambda args: _stores_weights(args) and not _has_megatron_fsdp(args) and _gathers_bf16(args),
         plans="runs",
-        text="linears planned otherwise multiply the BF16 weight that Megatron gathers; there is "
-        "one copy of it for each of them",
+        text="a linear whose option is not the job's multiplies a copy of the BF16 weight that "
+        "Megatron gathers",
         num_recipes=46,
     ),
     FlagRow(
@@ -66,9 +66,9 @@ FAST_FLAGS: tuple[FlagRow, ...] = (
         lambda args: (
             _stores_weights(args) and not _has_megatron_fsdp(args) and not _gathers_bf16(args)
         ),
-        plans="pins",
-        text="weights are stored in the job's format, and a plan runs a linear in that or, "
-        "dequantized, in BF16",
+        plans="restricts",
+        text="weights are stored in the job's format; fprop and dgrad run that format, or BF16 "
+        "from the dequantized weight",
         num_recipes=67,
     ),
     FlagRow(
@@ -76,7 +76,7 @@ FAST_FLAGS: tuple[FlagRow, ...] = (
         lambda args: _cuda_graphs(args) == "local",
         plans="refuses",
         collects="refuses",
-        text="these graphs of single layers cannot be dropped, and their layers take no hooks",
+        text="SNIP cannot drop these graphs of single layers, and hooks of their layers do not run",
         remedy="use --cuda-graph-impl transformer_engine or full_iteration",
     ),
     FlagRow(
@@ -117,7 +117,7 @@ FAST_FLAGS: tuple[FlagRow, ...] = (
     FlagRow(
         "--use-transformer-engine-op-fuser",
         given("use_transformer_engine_op_fuser"),
-        plans="pins",
+        plans="restricts",
         text="the two linears of an MLP with fused operations have one option; a measured "
         "iteration runs them unfused",
         num_recipes=19,
@@ -133,15 +133,16 @@ FAST_FLAGS: tuple[FlagRow, ...] = (
         "--moe-expert-rank-capacity-factor",
         given("moe_expert_rank_capacity_factor"),
         plans="runs",
-        text="a measured iteration takes all tokens, as the pass does that Megatron repeats when "
-        "experts overflow",
+        text="a measured iteration takes all tokens, like Megatron's second pass after experts "
+        "overflowed",
         num_recipes=15,
     ),
     FlagRow(
         "--use-megatron-fsdp with --fp8-param-gather or --fp4-param-gather",
         lambda args: _has_megatron_fsdp(args) and _stores_weights(args),
         plans="measures",
-        text="a plan's copies of stored weights would be complete weights, which FSDP frees",
+        text="a plan needs copies of complete weights from forward to backward, and FSDP frees "
+        "these",
         num_recipes=5,
     ),
     FlagRow(
@@ -155,6 +156,6 @@ FAST_FLAGS: tuple[FlagRow, ...] = (
         "--use-torch-fsdp2",
         given("use_torch_fsdp2"),
         plans="runs",
-        text="as with Megatron-FSDP; Megatron stores no FP8 weights under it",
+        text="as under Megatron-FSDP; Megatron stores no FP8 weights with this flag",
     ),
 )

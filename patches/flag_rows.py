@@ -1,7 +1,7 @@
 """What SNIP does with one of Megatron's settings: the rows of `fast_flags` and `incompatible`.
 
 runs       nothing special: plans change while the job trains
-pins       plans change, and some linears stay as the job runs them; the run says which
+restricts  plans change, and some linears have fewer options; the run logs which
 measures   linears cannot change: the run measures, as with `--snip-collect-only`, and says so
 refuses    the job ends with a line: the reason and what to do
 """
@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-Effect = Literal["runs", "pins", "measures", "refuses"]
+Effect = Literal["runs", "restricts", "measures", "refuses"]
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,7 @@ class FlagRow:
         flag: the setting, as users write it.
         is_on: whether Megatron's namespace has it; a missing attribute is off.
         plans: what a run with plans does under it.
-        text: how, or why not; a clause that follows `flag: `.
+        text: how SNIP runs under it, or why not; a clause that follows `flag: `.
         num_recipes: how many of the published recipes in tests/recipes have it.
         collects: what `--snip-collect-only` does under it: `runs` or `refuses`.
         remedy: what to do instead of a flag that is refused, as an imperative.

@@ -3,7 +3,7 @@
 Measuring changes no bit of the job; beside a frozen plan it leaves no trace; and when it fails on
 one rank, all ranks train on alike. What is kept in memory is tested in
 tests/te/test_te_stored_weights.py: one BF16 weight at a time while stored weights are measured, and
-one copy of each that is planned otherwise.
+one copy of each whose option is not the job's.
 """
 
 from pathlib import Path

@@ -22,7 +22,7 @@ _HEAD = """\
 | --- | --- | --- | --- | --- |"""
 _EFFECTS = {
     "runs": "plans",
-    "pins": "plans, some linears pinned",
+    "restricts": "plans, with fewer options for some linears",
     "measures": "measures only",
     "refuses": "refused",
 }
