@@ -37,21 +37,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print what was found; return 0, or 1 if a package that SNIP needs cannot be imported."""
-    for name in ("megatron", "torch"):  # the table shows what their imports log
+    # The table shows an import that fails. What imports log beside that is left out.
+    for name in ("megatron", "torch"):
         logging.getLogger(name).setLevel(logging.ERROR)
     out = console()
-    errors: dict[str, str] = {}
+    version_of = versions()
+    errors = import_errors([name for name in version_of if name in MODULES])
     table = new_table(("", "found"))
-    found = versions()
-    found_errors = import_errors([name for name in found if name in MODULES])
-    for name, version in found.items():
-        error = found_errors.get(name)
-        if error is not None:
-            errors[name] = error
-        broken = "" if error in (None, "") else f"; cannot be imported: {error}"
-        table.add_row(name, (version or "not installed") + broken)
+    for name, version in version_of.items():
+        error = errors.get(name)
+        suffix = f"; cannot be imported: {error}" if error else ""
+        table.add_row(name, (version or "not installed") + suffix)
     out.print(table)
-    missing = [name for name in NEEDED if name in errors]
+    missing = [name for name in NEEDED if errors.get(name) is not None]
     if missing:
         # A broken Transformer Engine, which SNIP does not need, breaks Megatron's import.
         broken = ", ".join(name for name, error in errors.items() if error)
@@ -65,15 +63,15 @@ def run(args: argparse.Namespace) -> int:
 
 
 def import_errors(packages: Sequence[str]) -> dict[str, str | None]:
-    """Return what `import_error` finds of each package; child processes import them."""
-    found: dict[str, str | None] = {}
-    while len(found) < len(packages):
-        left = packages[len(found) :]
+    """Return `import_error` of each package; child processes import them."""
+    errors: dict[str, str | None] = {}
+    while len(errors) < len(packages):
+        left = packages[len(errors) :]
         lines, status = _in_child(left)
-        found |= dict(zip(left, map(json.loads, lines), strict=False))
+        errors |= dict(zip(left, map(json.loads, lines), strict=False))
         if len(lines) < len(left):
-            found[left[len(lines)]] = f"its import ends the process ({status})"
-    return found
+            errors[left[len(lines)]] = f"its import ends the process ({status})"
+    return errors
 
 
 def _in_child(packages: Sequence[str]) -> tuple[list[str], str]:

@@ -2,8 +2,11 @@
 
 The scores of an option q at a linear l come from its statistics; all are 0 for bf16.
 
-    loss_l(q)      = fisher of fprop's format
+    loss_l(q)      = fisher(fprop)
     weight_l(q)^2  = kappa aligned_fisher(fprop) + 1/8 local_square(dgrad) + local_square(wgrad)
+
+where f(gemm) is the statistic f of the format that q gives to the gemm. (So local_square(dgrad) is
+still about wgrad: its error if wgrad had dgrad's format.)
 
 Only fprop changes the loss of the iteration. `fisher` orders linears; it is 15 to 700 times smaller
 than the change of the loss (docs/measuring.md). `first_plus_fisher` is the paper's |first| + fisher
@@ -19,14 +22,14 @@ updates through dgrad is small and about equal at all linears; an eighth of `loc
 for it. The factors come from brute force on one model (5 layers of width 192), and
 docs/measuring.md judges them on others.
 
-The scores of the baselines are sums over the GEMMs; min-abs-err and min-rel-err also sum over a
-GEMM's operands A. `norms` is the paper's bound, where A and B are the operands of a GEMM, and C is
-the third of X, W and G:
+The scores of the baselines are sums over the GEMMs. A and B are the operands of a GEMM, and C is
+the third of X, W and G; `norms` is the paper's bound:
 
-    abs_error = sum |Q(A) - A|         rel_error = sum |Q(A) - A| / |A|
-    norms     = sum |C| (|A| |Q(B) - B| + |Q(A) - A| |B|)
+    abs_error = sum of |Q(A) - A| + |Q(B) - B|
+    rel_error = sum of |Q(A) - A| / |A| + |Q(B) - B| / |B|
+    norms     = sum of |C| (|A| |Q(B) - B| + |Q(A) - A| |B|)
 
-The functions of these scores raise KeyError if a format of the option was not measured.
+The functions that compute scores raise KeyError if a format of the option was not measured.
 
 Quality loss is both divergences in one number:
 
@@ -106,9 +109,10 @@ class DivergenceTable:
         return sum(each.loss_divergence for each in found if each is not None)
 
     def of_lowest(self) -> list[OptionDivergence]:
-        """Return each linear's divergences in the uniform lowest precision, in order.
+        """Return each linear's divergences in the uniform lowest precision, in model order.
 
-        The last option, of the lowest precision, stands in where there is no uniform one.
+        Where that option was not measured, the linear's last option stands in: options are in the
+        order of falling precision.
         """
         uniform = Option.uniform(self.lowest_format)
         return [row.get(uniform) or list(row.values())[-1] for row in self.linears.values()]
@@ -163,8 +167,8 @@ def divergence_table(
 def planning_problem(table: DivergenceTable, target: float) -> PlanningProblem:
     """Return the planner's problem; its smallest allowed efficiency is `target`.
 
-    An option saves its share of FLOPs in the lowest precision. Its scores are those of the
-    baselines.
+    The saving of an option is its share of FLOPs in the lowest precision. Its `scores` are for the
+    baseline policies.
     """
     linears = []
     for linear in table.statistics.linears:

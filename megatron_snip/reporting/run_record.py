@@ -149,7 +149,7 @@ class Divergences(BaseModel, strict=True):
 
     @property
     def quantized_options(self) -> tuple[str, ...]:
-        """Options with one format in all three GEMMs, but for bf16, which diverges by 0."""
+        """Options with one format in all three GEMMs; not bf16, whose divergences are 0."""
         names = self.linears[0].options if self.linears else ()
         uniform = [name for name in names if len(set(parse_option(name).formats)) == 1]
         return tuple(name for name in uniform if name != "bf16")
@@ -169,8 +169,8 @@ class PlanSpan:
         plan: The plan.
         num_changed: Number of linears whose option it changed.
         wait_s: Seconds that training waited for it.
-        saving_s: Predicted seconds that it saves of a step against BF16; None if the run had no
-            seconds.
+        saving_s: Predicted seconds that it saves of a step against BF16; None without
+            `--snip-cost time`.
         step_s: Mean seconds of a step under it, as observed (`step_s` of metrics.jsonl).
     """
 
@@ -193,7 +193,7 @@ class RunRecord:
         snip: SNIP's settings; None where this version cannot read them.
         versions: Content of versions.json; empty if there is no such file.
         metrics: Metrics of every iteration.
-        plans: The plans in order; empty for a run without plans.
+        plans: The plans in order, each with its iterations; empty for a run without plans.
         divergences: Divergences of the last refresh, or None.
         problem: Planning problem of the last refresh, or None.
         health: Health at the last refresh before the first plan was applied, and at the last
@@ -239,9 +239,9 @@ class RunRecord:
 
     @property
     def target(self) -> float | None:
-        """The share of FLOPs that is the target (under a schedule, the plan's).
+        """The target as a share of FLOPs; under a schedule of targets, that of the current plan.
 
-        None where no plan is made or seconds count.
+        None where no plan is made, or where the target counts seconds.
         """
         snip = self.snip
         if snip is None or not snip.enabled or snip.collect_only or snip.cost == "time":
@@ -281,7 +281,9 @@ def read_run(path: Path) -> RunRecord:
         hint = f"; did you mean '{inside}'?" if (inside / "config.yaml").is_file() else ""
         raise UsageError(f"'{path}' is not a run directory: it has no config.yaml{hint}")
     config = read_yaml(settings)
-    metrics = read_metrics(path / "metrics.jsonl")  # first: its plans were written before
+    # Read first. A run in progress writes a plan before the row that names it, so the plan of each
+    # row that is read here has its file.
+    metrics = read_metrics(path / "metrics.jsonl")
     snip = _snip_config(config)
     last = metrics.last_iteration
     plans = plan_spans(path, metrics)
@@ -365,8 +367,9 @@ def plan_spans(path: Path, metrics: MetricRows) -> tuple[PlanSpan, ...]:
     """
     rows = [row for row in metrics.rows if row.get("plan_iteration") is not None]
     ends = [row["iteration"] for row in rows[1:]] + [metrics.last_iteration + 1]
-    asked_at = {row["plan_iteration"] for row in rows}
-    plans = {iteration: read_plan(path / "plans" / f"{iteration}.json") for iteration in asked_at}
+    plans = {}
+    for iteration in {row["plan_iteration"] for row in rows}:
+        plans[iteration] = read_plan(path / "plans" / f"{iteration}.json")
     return tuple(
         PlanSpan(
             start=row["iteration"],

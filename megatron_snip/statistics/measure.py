@@ -39,9 +39,9 @@ from megatron_snip.statistics.sensitivity import Sensitivity
 from megatron_snip.topology import LinearKind
 from megatron_snip.types import Gemm, Operand
 
-_HEALTH_ERRORS = ("input_error", "weight_error", "dgrad_error")
-"""Errors that health reports: of X, W and G as fprop and dgrad quantize them. `partial_sums` adds
-up their squares under these names."""
+_HEALTH_ERRORS = ("input_error", "weight_error", "grad_error_in_dgrad")
+"""The errors that health reports: of X and W as fprop quantizes them, and of G as dgrad does. (The
+`grad_error` of the statistics is of G in wgrad.) `partial_sums` adds up their squares."""
 
 
 class TensorAmaxes(NamedTuple):
@@ -61,7 +61,7 @@ class TensorAmaxes(NamedTuple):
     def of(self, fmt: Format, operand: Operand, gemm: Gemm) -> Tensor:
         """Return what `quantize_dequantize_operand` takes as `tensor_amax`.
 
-        That is an amax; for a format with delayed scaling it is the scale, despite the name.
+        It is an amax. For a format with delayed scaling it is the scale, despite the name.
         """
         index = list(Operand).index(operand)
         if fmt.scale is ScaleType.DELAYED:
@@ -103,7 +103,7 @@ class Operands(NamedTuple):
         return self.grad_output_runs if gemm is Gemm.WGRAD else self.grad_output
 
     def as_fp32(self) -> Self:
-        """Return it with all tensors in FP32."""
+        """Return the operands with all tensors in FP32."""
         return self._replace(
             input=self.input.float(),
             weight=self.weight.float(),
@@ -121,9 +121,9 @@ class PartialSums(NamedTuple):
     """What a shard measured, in FP32; all but `amax` add over shards. F formats.
 
     Attributes:
-        products: what is complete only after the sum over shards, which split its contraction.
-            Row-parallel: [1 + F, S, N], Y and each format's eY. Column-parallel: [1 + F, S, K], dX
-            and each format's eX.
+        products: the products that are complete only after the sum over shards, because the shards
+            split their contraction. Row-parallel: [1 + F, S, N], Y and each format's eY.
+            Column-parallel: [1 + F, S, K], dX and each format's eX.
         tokens: [2 + 2 F, S] |G_t|^2, |Y_t|^2, |eY_t|^2 and <G_t, eY_t>; column-parallel only.
         scalars: sums of squares, in the order of `_scalar_names`.
         health: [1 + F, 3 operands, OPERAND_SUMS], see `LinearSums.health`.
@@ -188,7 +188,7 @@ def partial_sums(
     Args:
         operands: the shard's tensors.
         kind: how the linear is sharded.
-        num_shards: how many shards will be added.
+        num_shards: the number of shards whose sums will be added.
         formats: what is measured under each name.
         stream: random numbers of G, where a format rounds it stochastically.
         sensitivity: D of the shard; None takes D = 1.
@@ -196,7 +196,8 @@ def partial_sums(
     """
     runs_stream = stream.with_column_stride(features.step or 1, operands.weight.shape[0])
     if not operands.weight.is_cuda:
-        # Once here; otherwise each product and norm converts them again.
+        # Converted once here; otherwise each product and norm does it. On a GPU the kernels read
+        # BF16.
         operands = operands.as_fp32()
     x, w, g = operands.input, operands.weight, operands.grad_output
     output = matmul_fp32(x, w.t())
@@ -220,7 +221,7 @@ def partial_sums(
         for error, row_norms in (errors.norms | of_wgrad).items():
             norms[f"{name}.{error}"] = row_norms
     if kind == "row":
-        # Of a column-parallel linear dX is a sum over shards: its square comes later (`totals`).
+        # In a column-parallel linear dX is a sum over shards: its square comes later (`totals`).
         names = _squares_of("input_grad", formats)
         norms |= zip(names, map(_row_norms, input_grads), strict=True)
     squares = dict(zip(norms, _sums_of_squares(list(norms.values())), strict=True))
@@ -285,7 +286,7 @@ def _token_errors(
     norms = {
         "input_error_square": _row_norms(x_q.sub_(operands.input)),
         "weight_error_square": _row_norms(w_q.sub_(operands.weight)),
-        "dgrad_error_square": _row_norms(g_q.sub_(operands.grad_output)),
+        "grad_error_in_dgrad_square": _row_norms(g_q.sub_(operands.grad_output)),
     }
     return _FormatErrors(output_error, input_grad_error, norms)
 
@@ -329,8 +330,9 @@ def totals(
         formats: the formats measured.
 
     Returns:
-        By column of `records.py`, those of a format as `format.column`. `fisher` lacks its factor
-        T / N and `aligned_fisher` its factor T, with T the tokens of the batch and N as above.
+        {column of `records.py`: its value}; the columns of a format are named `format.column`.
+        `fisher` lacks its factor T / N and `aligned_fisher` its factor T, with T the tokens of the
+        batch and N the out_features.
     """
     found = dict(zip(_scalar_names(kind, formats), sums.scalars.double(), strict=True))
     if sums.tokens is None:
@@ -338,7 +340,8 @@ def totals(
     else:
         tokens = sums.tokens
         by_token = _token_squares(sums.products)
-        # As `partial_sums` returns the squares of a row-parallel linear: FP64, then FP32.
+        # Rounded to FP32, as `partial_sums` rounds them for a row-parallel linear: so a linear
+        # without shards gives the same bits as either kind.
         input_grad_squares = by_token.sum(1, dtype=torch.float64).float().double()
         found |= zip(_squares_of("input_grad", formats), input_grad_squares, strict=True)
     sizes = [1, 1 + len(formats), len(formats)]  # as `_token_sums` puts them together

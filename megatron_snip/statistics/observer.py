@@ -3,11 +3,13 @@
 The forward stores a sample of the input's tokens. A tap on the linear's output measures in the
 backward, when the gradient of the output is there. The tap is an identity in both directions. It
 sits on what the linear's own GEMM returns, before any reduction over tensor-parallel ranks: the
-backward of that reduction gives every rank the full gradient. Training itself is not changed:
-nothing is replayed, perturbed or restored. Ranks of a tensor axis exchange their sums within the
-backward, in the same order on all of them even if one fails to measure: that rank contributes
-zeros, and `table` raises on all ranks. Nothing waits for the device before `table`, except MoE
-layers, which exchange how many tokens each expert gets.
+backward of that reduction gives every rank the full gradient. Training itself does not change:
+nothing is replayed, perturbed or restored.
+
+Ranks of a tensor axis exchange their sums within the backward, all in the same order. A rank that
+fails to measure contributes zeros, and `table` raises on all ranks. Nothing waits for the device
+before `table`, except in MoE layers: there ranks exchange how many tokens each expert gets
+(linears/moe_dispatch.py).
 """
 
 import time
@@ -119,7 +121,7 @@ class StepObserver:
         self._rows_by_sender = rows_by_sender
         self._layout = RowLayout(settings.formats)
         self._needs_amax = any(map(needs_tensor_amax, settings.formats.values()))
-        # One amax is kept of rotated operands: the formats that rotate them do it alike.
+        # All formats that rotate operands do it alike, so one amax of a rotated operand is enough.
         rotating = [f for f in settings.formats.values() if f.wgrad_hadamard]
         self._rotation = next(filter(needs_tensor_amax, rotating), None)
         self._num_forwards: dict[Placement, int] = defaultdict(int)
@@ -151,8 +153,8 @@ class StepObserver:
         Args:
             placement: which linear this is.
             input: [tokens, K] or [s, b, K], as given to the linear.
-            weight: [N, K], this rank's shard; or what returns it in the backward, for a weight that
-                is stored in another form. No more than one is held at a time.
+            weight: [N, K], this rank's shard. For a weight that is stored in another form: a
+                function that returns it, called in the backward; one such weight is held at a time.
             output: what the linear's GEMM gave.
             input_is_split: the rows are this rank's share of the tokens, which the linear gathers
                 over its tensor axis (sequence parallelism).
@@ -206,7 +208,7 @@ class StepObserver:
 
     @contextmanager
     def _measuring(self) -> Iterator[None]:
-        """Count the seconds of the block; it makes no gradients."""
+        """Count the seconds of the block, in which autograd records nothing."""
         begin = time.perf_counter()
         try:
             # `--cpu` inspects every call of torch, to redirect those that name CUDA. No call here
@@ -223,6 +225,7 @@ class StepObserver:
         self._num_forwards[placement] += 1
         x = input.reshape(-1, input.shape[-1])
         num_tokens = x.shape[0] * (call.token_axis.size if call.input_is_split else 1)
+        # Rows of an expert can come from every data rank. All other rows are this rank's own.
         senders = self._topology.data
         rows_by_sender = self._rows_by_sender(placement, num_tokens)
         if rows_by_sender is None:
@@ -347,11 +350,12 @@ class StepObserver:
             sample: the tokens of the forward that were measured.
             sums: sums over all shards of the linear.
             grad: G [S, N] of the sample's single tokens, on this shard.
-            feature_stride: wgrad is measured on every so many-th output feature.
+            feature_stride: 4 if wgrad is measured on every fourth output feature; 1 for all.
         """
         placement = call.placement
         measured = totals(sums, placement.kind, grad, self._settings.formats)
-        share = 1.0 / self._topology.context  # of a microbatch: context ranks divide its tokens
+        # Context ranks divide a microbatch's tokens; each adds its share of what counts only once.
+        share = 1.0 / self._topology.context
         token_factor, tile_factor = sample.expansions
         # What a measured value stands for, by what its column is summed over (`Column.over`).
         expansion = {
@@ -362,7 +366,7 @@ class StepObserver:
         }
         counted = self._known_statistics(placement, sample, share)
         columns = self._layout.columns
-        # What the host knows goes to the device at once.
+        # What the host knows goes to the device in one transfer.
         host = [
             [expansion[column_of(name).over] for name in columns],
             [counted.get(name, 0.0) for name in columns],
@@ -384,7 +388,7 @@ class StepObserver:
     ) -> dict[str, float]:
         """Return the statistics of one microbatch that are known without measuring, by column."""
         counted = {"microbatches": share, "tokens": float(sample.num_tokens)}
-        # A weight's update is counted once: not for every microbatch and data rank.
+        # A weight's update counts once, and not in every microbatch and on every data rank.
         is_counted = placement in self._update_is_counted
         if not is_counted and self._topology.data_axis(placement).rank == 0:
             sensitivity = self._sensitivities.get(placement)
