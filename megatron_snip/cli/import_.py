@@ -63,8 +63,8 @@ def run(args: argparse.Namespace) -> int:
         formats |= dict.fromkeys(option.formats)
     quantized = tuple(name for name in formats if name != "bf16")
     lowest = lowest_precision(quantized or ("fp8",))
-    work = {each.name: (each.stage, each.flops) for each in problem.linears}
-    plan = assigned_plan(linears, work, lowest.name, "imported")
+    stage_and_flops = {each.name: (each.stage, each.flops) for each in problem.linears}
+    plan = assigned_plan(linears, stage_and_flops, lowest.name, "imported")
     write_output(args.output, plan.to_json())
     for text, count in Counter(map(str, plan.linears.values())).most_common():
         print(f"  {text}: {count} linears")

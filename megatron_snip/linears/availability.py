@@ -211,9 +211,6 @@ def available_options(model: PlannedModel, config: SnipConfig) -> AvailableOptio
             f"{reasons(refusals[lowest])}; choose other formats or use --snip-backend simulate"
         )
     warnings = []
-    pinned = model.pinned()
-    if pinned:
-        warnings.append(f"{len(pinned)} linears stay as the job runs them: {reasons(pinned)}")
     if ties:
         warnings.append(
             f"the linears of {len(ties)} MLPs have one option each, because their operations are "

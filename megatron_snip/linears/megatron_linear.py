@@ -48,7 +48,6 @@ class SimulatedLinear(ABC):
         self.placements = tuple(placements)
         self.weights = weights_of(module)
         self.option: Option = BF16
-        self.pinned: str | None = None
         self._runtime = runtime
         self._original = getattr(module, self._method)
         self._weights_are_freed = any(map(is_freed, self.weights))
@@ -74,7 +73,7 @@ class SimulatedLinear(ABC):
 
     def refusal(self, option: Option) -> str | None:
         """Return why this linear cannot run `option` here; every option can be simulated."""
-        return None if option == BF16 else self.pinned
+        return None
 
     def install(self) -> None:
         """Override the instance's method; idempotent."""

@@ -115,12 +115,6 @@ class PlannedModel:
         ranks = gather_json(own, self.runtime.topology.control)
         return {name: Option.parse(text) for rank in ranks for name, text in rank.items()}
 
-    def pinned(self) -> dict[str, str]:
-        """All ranks: return the linears that stay as the job runs them, and why."""
-        own = {each.name: each.pinned for each in self.linears if each.pinned is not None}
-        ranks = gather_json(own, self.runtime.topology.control)
-        return {name: why for rank in ranks for name, why in rank.items()}
-
     def ties(self) -> tuple[tuple[str, ...], ...]:
         """All ranks: return the groups of linears that must have one option, in model order."""
         order = {linear.name: i for i, linear in enumerate(self.all_linears)}

@@ -24,7 +24,6 @@ class PlannedLinear(Protocol):
         placements: where each of its weights is; experts of a grouped linear have one each.
         weights: [N, K] of this shard, in the same order.
         option: formats of its GEMMs; assign between iterations only, on all ranks alike.
-        pinned: why it can run nothing else than the job's option, or None.
     """
 
     backend: Backend
@@ -33,7 +32,6 @@ class PlannedLinear(Protocol):
     placements: tuple[Placement, ...]
     weights: tuple[torch.nn.Parameter, ...]
     option: Option
-    pinned: str | None
 
     @property
     def job_option(self) -> Option:

@@ -26,7 +26,7 @@ from megatron_snip.errors import UsageError
 from megatron_snip.files import Label, read_json, read_record
 from megatron_snip.formats import FORMATS
 from megatron_snip.options import Option
-from megatron_snip.planning.plan import Work
+from megatron_snip.planning.plan import StageAndFlops
 from megatron_snip.planning.problem import STRICT, LinearChoices, OptionCost, PlanningProblem
 from megatron_snip.types import Gemm, glob_matches
 
@@ -104,15 +104,15 @@ class CalibrationTable(BaseModel):
         tokens = entry.tokens or self.tokens
         return measured * flops / (6.0 * tokens * entry.out_features * entry.in_features)
 
-    def slowest_stage(self, linears: Mapping[str, Option], work: Work) -> float:
+    def slowest_stage(self, linears: Mapping[str, Option], stage_and_flops: StageAndFlops) -> float:
         """Return the seconds of the slowest pipeline stage's linears under an assignment.
 
-        They are the seconds of one GPU for the FLOPs in `work` (those of one token). Where GPUs
-        share a linear, their seconds are added.
+        They are the seconds of one GPU for the FLOPs in `stage_and_flops` (those of one token).
+        Where GPUs share a linear, their seconds are added.
         """
         stages: dict[int, float] = defaultdict(float)
         for name, option in linears.items():
-            stage, flops = work[name]
+            stage, flops = stage_and_flops[name]
             stages[stage] += self.seconds(name, flops, option)
         return max(stages.values())
 

@@ -11,21 +11,21 @@ precision counts as twice as fast; the time serves only to find the slowest pipe
 
     weight = flops               gain = flops * saving        time = flops - gain / 2
 
-`time`: seconds saved as a share of the seconds that can be saved, from a measured table. Slowest
-and fastest are over all options in the problem, forbidden ones included:
+`time`: seconds saved as a share of the seconds that can be saved, from a measured table. `slowest`
+and `fastest` are over all options that the problem lists for the linear, forbidden ones included:
 
     weight = slowest - fastest   gain = slowest - seconds     time = slowest - gain
 
-In both, time = base - rate * gain. The efficiency of a part without work is 1. Sums are exact
-(rational arithmetic), and the efficiency is rounded to a double once, at the end.
+In both, time = base - rate * gain. The efficiency of a stage that can gain nothing is 1. Sums
+are exact (rational arithmetic), and the efficiency is rounded to a double once, at the end.
 
 The solver needs integers. With a unit u, `sum of gains >= least` becomes
 `sum of ceil(gain / u) >= ceil(least / u)`:
 
-    exact      one u divides all gains, and the integers stay below 2^46 in total. FLOP counts and
-               thirds of them do.
+    exact      one u divides all gains, and the integers stay below 2^46 in total. This holds for
+               FLOP counts and thirds of them.
     rounded    u = (largest possible sum) / 2^46. No plan that reaches `least` is lost. An
-               accepted plan misses it by less than (number of linears) * u.
+               accepted plan misses `least` by less than (number of linears) * u.
 """
 
 import math
@@ -59,7 +59,7 @@ MAX_SUM = 2**46
 """Sums of a row's integers stay below this (plus rounding): exact in int64 and in a double."""
 
 RATES: dict[CostName, Fraction] = {"flops": Fraction(1, 2), "time": Fraction(1)}
-"""Time saved per gain, by cost model."""
+"""Time that a gain of 1 saves, by cost model."""
 
 _SIMPLE_DENOMINATOR = 64
 _MAX_UNIT_DENOMINATOR = 2**80
@@ -76,7 +76,7 @@ def as_fraction(value: float) -> Fraction:
 
 
 def ratio(gained: Fraction, weight: Fraction) -> float:
-    """Return gained / weight as an efficiency; 1 where there is no work."""
+    """Return gained / weight as an efficiency; 1 where nothing can be gained."""
     return float(gained / weight) if weight else 1.0
 
 
@@ -147,7 +147,7 @@ class CostTable:
 
     Attributes:
         problem: The problem that the arrays come from.
-        rate: Time saved per gain.
+        rate: Time that a gain of 1 saves.
         classes: The distinct classes of linears.
         class_of: The index into `classes` of each linear, [n].
         listed: True where the problem lists the option, [n, k].

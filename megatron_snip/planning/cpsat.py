@@ -1,4 +1,6 @@
-"""The CP-SAT model of a core: how many linears of a group of equal ones take each option.
+"""The CP-SAT model of a core (the choices that are still open).
+
+x[g, j] is the number of linears of group g that take option j:
 
     minimize   sum cost[g, j] x[g, j]
     s.t.       sum_j x[g, j] = size[g]                            for every group g
@@ -27,6 +29,7 @@ from megatron_snip.planning.settings import PlanSettings
 
 _COST_SUM = 2**48
 _MAX_DISTINCT = 64
+"""No common unit is sought of more distinct costs than this."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,10 +37,11 @@ class Core:
     """The choices that are still open.
 
     Attributes:
-        starts: Where each linear's choices start, [m + 1]: choices starts[i] .. starts[i+1]-1
-            belong to linear i.
+        starts: Where the choices of each of the m linears start, [m + 1]: choices
+            starts[i] .. starts[i+1]-1 belong to linear i.
         cost: Cost of every choice, [c].
-        rows: Constraints: the coefficients of the choices ([c], int64) and the least sum.
+        rows: Constraints: the coefficients of the choices ([c], int64), and the least sum that the
+            chosen ones must have.
         hint: A choice for each linear to start from, [m] (an index into choices).
     """
 
@@ -77,13 +81,13 @@ class CoreSolution:
         bound: Proven lower bound on the cost of every assignment of the core; -inf if unknown,
             +inf if there is provably no assignment.
         proven: Whether `choices` is best up to the scaling error.
-        work: Deterministic seconds used.
+        deterministic_s: Deterministic seconds used.
     """
 
     choices: Ints | None
     bound: float
     proven: bool
-    work: float
+    deterministic_s: float
 
 
 def solve_core(core: Core, effort: Effort) -> CoreSolution:
@@ -95,7 +99,7 @@ def solve_core(core: Core, effort: Effort) -> CoreSolution:
     integers, unit, base, error = _integer_costs(core)
     model = cp_model.CpModel()
     variables: dict[int, Any] = {}
-    for members in groups:  # the first linear of a group stands for all: its choices are counted
+    for members in groups:  # the variables are those of the group's first linear
         num = len(members)
         choices = core.choices(members[0])
         if num == 1:  # Booleans, which CP-SAT handles best
@@ -122,12 +126,12 @@ def solve_core(core: Core, effort: Effort) -> CoreSolution:
 
     solver = _solver(effort, unit)
     status = solver.solve(model)
-    work = solver.response_proto.deterministic_time
+    used_s = solver.response_proto.deterministic_time
     if status == cp_model.INFEASIBLE:
-        return CoreSolution(None, np.inf, True, work)
+        return CoreSolution(None, np.inf, True, used_s)
     bound = base + unit * solver.best_objective_bound - error
     if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
-        return CoreSolution(None, bound if np.isfinite(bound) else -np.inf, False, work)
+        return CoreSolution(None, bound if np.isfinite(bound) else -np.inf, False, used_s)
     counts = {choice: solver.value(variable) for choice, variable in variables.items()}
     chosen = _choices(core, groups, counts)
     scaled = base + unit * float(integers[chosen].sum())
@@ -138,7 +142,7 @@ def solve_core(core: Core, effort: Effort) -> CoreSolution:
     # a cost less than 1 above the bound is the least one.
     is_closed = solver.objective_value < solver.best_objective_bound + 1
     proven = status == cp_model.OPTIMAL and is_closed
-    return CoreSolution(chosen, bound, proven, work)
+    return CoreSolution(chosen, bound, proven, used_s)
 
 
 def _groups(core: Core) -> list[list[int]]:
@@ -216,7 +220,8 @@ def _solver(effort: Effort, unit: float) -> Any:
     solver.parameters.max_deterministic_time = effort.deterministic_s
     solver.parameters.absolute_gap_limit = max(effort.absolute_gap / unit, 0.0)
     solver.parameters.relative_gap_limit = 0.0
-    # Presolve merging at-most-ones with linear rows proves wrong optima in 9.15 when coefficients
-    # are large (google/or-tools issue 5293); without it the right ones, and no slower.
+    # OR-Tools 9.15 proves wrong optima if presolve merges at-most-ones with linear rows that have
+    # large coefficients (google/or-tools issue 5293). Without the merging, optima are right, and
+    # solving is no slower.
     solver.parameters.presolve_inclusion_work_limit = 0
     return solver

@@ -32,7 +32,7 @@ Status = Literal["optimal", "feasible", "fixed"]
 """optimal: proven best (to a relative 1e-9); feasible: all constraints hold, and the gap limits the
 distance from the best plan; fixed: no policy optimized it (`uniform-OPTION`)."""
 
-Work = Mapping[str, tuple[int, float]]
+StageAndFlops = Mapping[str, tuple[int, float]]
 """Pipeline stage and FLOPs by linear; of the FLOPs only ratios matter."""
 
 
@@ -52,7 +52,7 @@ class PrecisionPlan(BaseModel):
         seconds: Wall time for making the plan.
         target: The least efficiency that was asked for; 0 for policies without a target.
         efficiency: Efficiency over all linears (defined in `planning/cost.py`).
-        stages: Efficiency of every pipeline stage; 1 for a stage without work.
+        stages: Efficiency of every pipeline stage; 1 for a stage without linears.
         linears: Option of each linear, by name.
         digest: SHA-256 of the assignment; see the file's description.
     """
@@ -140,7 +140,7 @@ class PrecisionPlan(BaseModel):
 
 def assigned_plan(
     linears: Mapping[str, Option],
-    work: Work,
+    stage_and_flops: StageAndFlops,
     lowest_format: str,
     policy: str,
     iteration: int = 0,
@@ -149,16 +149,16 @@ def assigned_plan(
 
     Args:
         linears: Option of each linear.
-        work: Stage and FLOPs of the same linears.
+        stage_and_flops: Stage and FLOPs of the same linears.
         lowest_format: The format whose share of FLOPs is the efficiency.
         policy: Name of the origin of the assignment, which takes the place of a policy's name.
         iteration: Iteration at which the plan was asked for.
     """
-    assert set(linears) == set(work)
-    num_stages = 1 + max(stage for stage, _ in work.values())
+    assert set(linears) == set(stage_and_flops)
+    num_stages = 1 + max(stage for stage, _ in stage_and_flops.values())
     total = [Fraction(0)] * num_stages
     gain = [Fraction(0)] * num_stages
-    for name, (stage, flops) in work.items():
+    for name, (stage, flops) in stage_and_flops.items():
         total[stage] += as_fraction(flops)
         gain[stage] += as_fraction(flops) * as_fraction(linears[name].share_in(lowest_format))
     return PrecisionPlan(
@@ -186,10 +186,12 @@ def without_objective(plan: PrecisionPlan) -> PrecisionPlan:
     return plan.model_copy(update={"objective": None, "bound": None})
 
 
-def format_shares(linears: Mapping[str, Option], work: Work) -> dict[str, float]:
+def format_shares(
+    linears: Mapping[str, Option], stage_and_flops: StageAndFlops
+) -> dict[str, float]:
     """Return the share of the linears' FLOPs in each format, lowest precision first."""
     flops: dict[str, float] = {}
-    for name, (_, linear_flops) in work.items():
+    for name, (_, linear_flops) in stage_and_flops.items():
         for fmt in linears[name].formats:
             flops[fmt] = flops.get(fmt, 0.0) + linear_flops / 3
     total = sum(flops.values())

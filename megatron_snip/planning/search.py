@@ -180,7 +180,7 @@ class Search:
         return open_
 
     def _solve(self, part: Mask, is_complete: bool, effort: Effort) -> float:
-        """Solve the core of some choices, the incumbent's among them; return the work.
+        """Solve the core of some choices, the incumbent's among them; return deterministic seconds.
 
         Args:
             part: The choices ([m, k]).
@@ -230,7 +230,7 @@ class Search:
             self.bound = max(self.bound, min(self.best_cost, cost_of_fixed + answer.bound))
             self.optimal = answer.proven
         self.optimal = self.optimal or self.gap <= self._tolerance
-        return answer.work
+        return answer.deterministic_s
 
     def _most_promising(self, open_: Mask, size: int | None) -> Mask:
         """Return the `size` open choices of least reduced cost, and each linear's cheapest."""

@@ -111,8 +111,8 @@ class SnipController:
 
         Raises:
             UsageError: on every rank, if the policy is unknown, a pin or the plan file does not
-                fit the model or each other, healing does not fit the run, or no plan reaches the
-                target.
+                fit the model, they contradict each other, healing does not fit the run, or no plan
+                reaches the target.
             UnsupportedError: on every rank, if the backend cannot run the model's linears or the
                 lowest precision among the formats, or the target cannot count seconds.
         """
@@ -125,7 +125,7 @@ class SnipController:
         self._plans = RunPlans(config, self.model, train_iters, calibration_cache)
         self.config = self._plans.config
 
-        # Who reports. What follows may warn.
+        # The reporter comes first: what follows may warn.
         self.metrics = StepMetrics(topology)
         self._control = topology.control
         self._reporter = Reporter(writers, logs=topology.rank == 0)
@@ -181,10 +181,10 @@ class SnipController:
     @property
     def format_shares(self) -> dict[str, float]:
         """Share of the linears' FLOPs in each format under the current plan."""
-        return format_shares(self.plan.linears, self._plans.work)
+        return format_shares(self.plan.linears, self._plans.stage_and_flops)
 
     def forward_backward(self, iteration: int, function: ForwardBackward, **kwargs: Any) -> Results:
-        """All ranks: run an iteration's forward-backward under the plan, observed if it is due.
+        """All ranks: run an iteration's forward-backward under the plan; measure it if that is due.
 
         Megatron's rerun state machine may repeat an iteration whose result it doubts. Training goes
         on with the last run's gradients, so what the last run measured counts.
@@ -236,7 +236,7 @@ class SnipController:
             metrics.pop("step_s", None)
         elif "step_s" in metrics:
             self._step_s.append(metrics["step_s"])
-        self._is_ordinary = True  # the next iteration, until it does something else
+        self._is_ordinary = True  # the next iteration, unless something sets this to False
         metrics["lowest_precision_fraction"] = self._plans.lowest_precision_share(self.plan)
         metrics |= self.evaluations.take_metrics()
         self._reporter.write(Event(iteration, Metrics(metrics)))
@@ -259,7 +259,7 @@ class SnipController:
         What evaluations after the last iteration find is added to that iteration's metrics. A
         process that has not trained (`--skip-train`) has no such metrics, and only logs.
         """
-        if self.evaluations.are_in_iteration:
+        if self.evaluations.iteration_is_open:
             return
         metrics = self.metrics.finish(lr=None, tokens=0, log_losses=False)
         metrics |= self.evaluations.take_metrics()
@@ -294,7 +294,7 @@ class SnipController:
         config = self.config
         # With a plan file there is a plan to run, so a run without a measurement makes sense.
         should_measure = config.plan_file is None and (
-            config.collect_only or not self._schedule.is_static
+            config.collect_only or not self._schedule.plans_without_statistics
         )
         if should_measure and train_iters is not None and train_iters < config.start_step:
             self._reporter.warn(
@@ -305,7 +305,7 @@ class SnipController:
     def _load(self, state: ControllerState) -> None:
         """All ranks: give every owner its part of a stopped run's state.
 
-        The pending problem is not among them: `_continue_planning` decides whether it is solved.
+        The pending problem is not loaded here: `_continue_planning` decides whether it is solved.
         """
         self.history = list(state.history)
         self._schedule.load_state_dict(state.schedule)
@@ -320,10 +320,10 @@ class SnipController:
     def _first_planned_target(self, state: ControllerState | None) -> float | None:
         """Return the target that the first plan was made for: the stopped run's, or the plan's own.
 
-        `_plan_for_new_target` compares later targets with it. None if that cannot plan, because the
-        policy needs measurements and there are none yet.
+        `_plan_for_new_target` compares later targets with it. None if no plan can be
+        made for them, because the policy needs measurements and there are none yet.
         """
-        if not self._schedule.is_static and self._observations.mean is None:
+        if not self._schedule.plans_without_statistics and self._observations.mean is None:
             return None
         if state is None or state.target is None:
             return self.plan.target
@@ -409,7 +409,7 @@ class SnipController:
             return
         with self._keeping_plan_on_error(iteration):
             plan, waited_s = self._solve.take_plan()
-            if self._schedule.is_static:
+            if self._schedule.plans_without_statistics:
                 plan = without_objective(plan)
             self._check(plan)
             self._apply(plan)
@@ -424,7 +424,7 @@ class SnipController:
 
     def _check(self, plan: PrecisionPlan) -> None:
         """Refuse a plan of another model, and one that was reverted before."""
-        plan.check_against(self._plans.work)
+        plan.check_against(self._plans.stage_and_flops)
         if self._guard.refuses(plan):
             raise PlanningError(f"the guard reverted {plan.label} before")
 
@@ -466,7 +466,7 @@ class SnipController:
         self._planned_target = target  # also if planning fails: it is not tried again
 
         def make() -> PlanningProblem:
-            if self._schedule.is_static:
+            if self._schedule.plans_without_statistics:
                 return self._plans.unmeasured(target)
             return self._observations.measurement(target).problem
 
@@ -475,13 +475,13 @@ class SnipController:
             self._submit(iteration, self._plans.fitting.problem(problem))
 
     def _take_guards_decision(self, iteration: int, outcome: Outcome) -> None:
-        """All ranks: report a spike; if the iteration ran under a fallback, that is the plan."""
+        """All ranks: report a spike; if the guard chose the fallback, make it the current plan."""
         if outcome.message is not None:
             self._reporter.notify(iteration, "guard", outcome.message)
         if outcome.fallback is None:
             return
         self._solve.drop()  # its problem was measured under the reverted plan
-        # A plan's file is named by its iteration: the fallback's first file is not overwritten.
+        # A plan's file is named by its iteration: with a new one the fallback's file stays.
         plan = outcome.fallback.model_copy(update={"iteration": iteration})
         self._guard.reverted(self.plan, plan, iteration)
         num_changed = len(changed_linears(self.plan, plan))
@@ -525,7 +525,7 @@ class SnipController:
 
     @contextmanager
     def _keeping_plan_on_error(self, iteration: int) -> Iterator[None]:
-        """All ranks: on a SnipError, the same on all ranks, keep the current plan and report it."""
+        """All ranks: on a SnipError, which all ranks get, keep the current plan and report it."""
         try:
             yield
         except SnipError as failure:
@@ -545,7 +545,7 @@ class SnipController:
             iteration: the first iteration under the plan.
             plan: the plan.
             waited_s: seconds that training waited for it.
-            saving_s: seconds that it saves of a step, or None.
+            saving_s: seconds that it saves of a step against BF16; None if not known.
         """
         num_changed = len(changed_linears(self.plan, plan))
         self.plan = plan

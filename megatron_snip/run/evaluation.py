@@ -41,7 +41,7 @@ class Evaluations:
     Attributes:
         precision: `--snip-eval-precision`.
         iteration: the iteration that began last.
-        are_in_iteration: whether that iteration has not ended yet.
+        iteration_is_open: whether that iteration has not ended yet.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class Evaluations:
         """
         self.precision = precision
         self.iteration = iteration
-        self.are_in_iteration = False
+        self.iteration_is_open = False
         self._runtime = runtime
         self._reporter = reporter
         self._observations = observations
@@ -78,12 +78,12 @@ class Evaluations:
     def begin_iteration(self, iteration: int) -> None:
         """Evaluations from here on belong to an iteration."""
         self.iteration = iteration
-        self.are_in_iteration = True
+        self.iteration_is_open = True
         self._counts.clear()
 
     def end_iteration(self) -> None:
         """Evaluations from here on come after the iteration."""
-        self.are_in_iteration = False
+        self.iteration_is_open = False
 
     def next_name(self, of_test_set: bool = False) -> str:
         """Return the name of the evaluation that comes next, and count it.
@@ -93,7 +93,7 @@ class Evaluations:
         """
         if of_test_set:
             name = "test"
-        elif self.are_in_iteration:
+        elif self.iteration_is_open:
             name = "validation"
         else:
             name = "final_validation"

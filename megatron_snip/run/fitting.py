@@ -3,7 +3,7 @@
 A plan comes from a file or a checkpoint, a problem from a checkpoint; the run that made them may
 have had other settings, another machine or another parallel layout. The settings of this run hold:
 
-    a pinned linear           gets its option
+    a pinned linear           gets the option of its pin
     other linears             get formats among --snip-formats, or what the job itself runs there
     an option that a linear   is replaced by the nearest one of no lower precision; if the linear
     cannot run                cannot run that one, by what the job itself runs there
@@ -19,7 +19,7 @@ from megatron_snip.errors import UsageError
 from megatron_snip.linears.availability import AvailableOptions, option_refusals
 from megatron_snip.linears.model import PlannedModel
 from megatron_snip.options import BF16, Option
-from megatron_snip.planning.plan import PrecisionPlan, assigned_plan
+from megatron_snip.planning.plan import PrecisionPlan, StageAndFlops, assigned_plan
 from megatron_snip.planning.problem import LinearChoices, OptionCost, PlanningProblem, parse_option
 from megatron_snip.planning.restrictions import Refusals, bits_of, nearest_option, reasons
 from megatron_snip.run.solve import PendingProblem
@@ -52,7 +52,7 @@ class Fitting:
         config: SnipConfig,
         model: PlannedModel,
         available: AvailableOptions,
-        work: Mapping[str, tuple[int, float]],
+        stage_and_flops: StageAndFlops,
     ) -> None:
         """Keep what a plan or problem has to fit.
 
@@ -60,12 +60,12 @@ class Fitting:
             config: the settings.
             model: the planned linears.
             available: what they can run.
-            work: (stage, FLOPs per token) by linear.
+            stage_and_flops: (stage, FLOPs per token) by linear.
         """
         self._config = config
         self._model = model
         self._available = available
-        self._work = work
+        self._stage_and_flops = stage_and_flops
         # In the order of the pins: all ranks ask for the same options in the same order.
         self._pinned_options = tuple(dict.fromkeys(option for _, option in config.pin_pairs))
 
@@ -78,7 +78,7 @@ class Fitting:
         Raises:
             UsageError: if it is a plan of other linears.
         """
-        plan.check_against(self._work)
+        plan.check_against(self._stage_and_flops)
         used = plan.linears.values()
         candidates = (*used, *self._available.options, *self._pinned_options, BF16)
         refusals = option_refusals(self._model, candidates)
@@ -95,7 +95,7 @@ class Fitting:
         if not replaced:
             return plan, []
         lowest = self._config.lowest_format
-        fitted = assigned_plan(linears, self._work, lowest, plan.policy, plan.iteration)
+        fitted = assigned_plan(linears, self._stage_and_flops, lowest, plan.policy, plan.iteration)
         return fitted, replaced
 
     def _replacement(self, name: str, old: Option, refusals: Refusals) -> Replacement | None:
@@ -143,11 +143,11 @@ class Fitting:
         Raises:
             UsageError: if it is a problem of other linears.
         """
-        if set(problem.names) != set(self._work):
+        if set(problem.names) != set(self._stage_and_flops):
             raise UsageError("the planning problem in the checkpoint is that of another model")
         rows = []
         for row in problem.linears:
-            stage, _ = self._work[row.name]
+            stage, _ = self._stage_and_flops[row.name]
             rows.append(row.model_copy(update={"stage": stage}))
         problem = problem.model_copy(update={"linears": tuple(rows)})
         options = dict.fromkeys(parse_option(name) for row in rows for name in row.options)

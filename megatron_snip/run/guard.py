@@ -2,7 +2,7 @@
 
 It judges the first 50 iterations after a plan change; loss_monitor.py says what a spike is. At a
 spike everything that the attempt changed is restored, and the iteration runs again under the
-fallback plan, so a NaN that a plan causes never reaches the weights. Comparing both losses,
+fallback plan, so a NaN that a plan causes never reaches the weights. The two losses decide:
 
     the plan is to blame      it is reverted: the fallback stays, the plan is refused from now on,
                               and after the first revert in a row the next iteration measures again
@@ -37,7 +37,7 @@ from megatron_snip.run.step import (
 )
 
 MAX_REFUSED = 16
-"""Refused plans that are remembered."""
+"""How many refused plans are remembered, the latest ones."""
 
 
 class GuardState(Record):
@@ -121,13 +121,18 @@ class Guard:
         return plan.digest in self.state.refused
 
     def plan_changed(self, old: PrecisionPlan | None) -> None:
-        """Judge a new plan from the coming iteration on; `old` is the last good one, if known."""
+        """Judge a new plan from the coming iteration on.
+
+        Args:
+            old: the plan to fall back to, usually the former one. If the new plan replaces a plan
+                in the middle of its spikes, the fallback stays as it was. None: no plan is known to
+                be good.
+        """
         if not self.is_on:
             return
         watch = self.state.loss.watch
-        # A plan that is replaced in the middle of a series of spikes is not a good one.
-        is_good = watch is None or watch.num_spikes == 0
-        good = old if is_good else self.state.good
+        had_spikes = watch is not None and watch.num_spikes > 0
+        good = self.state.good if had_spikes else old
         loss = self.state.loss.after_plan_change(self._sigmas)
         self.state = self.state.model_copy(update={"good": good, "loss": loss})
 
@@ -192,8 +197,8 @@ class Guard:
         if self.state.loss.blames_plan(loss, fallback_loss):
             return Outcome(results, num_runs=2, was_watched=True, fallback=fallback, message=text)
 
-        # The plan stays. The fallback's gradients are there and as good, so training goes on with
-        # them. Only if they are not finite, and the plan's were, the plan runs once more.
+        # The plan stays. The gradients of the fallback's run are in place and as good, so training
+        # goes on with them. Only if they are not finite, and the plan's were, the plan runs again.
         num_runs = 2
         if math.isfinite(loss) and not math.isfinite(fallback_loss):
             results = run_again(plan)
@@ -218,7 +223,7 @@ class Guard:
             good=fallback,
             refused=(*self.state.refused, plan.digest)[-MAX_REFUSED:],
             num_reverted=num_reverted,
-            # One refresh at once. If its plan is reverted too, the next one waits for its turn.
+            # One refresh at once. If its plan is reverted too, the next refresh waits for its turn.
             refresh_at=iteration + 1 if num_reverted == 1 else None,
         )
 

@@ -157,8 +157,8 @@ class Observations:
         names = frozenset(linear.name for linear in measured)
         weights = self._model.weights(names)
         try:
-            # Saves time under `--cpu`, which looks at every call of torch to redirect those to
-            # CUDA; there are none here.
+            # `--cpu` inspects every call of torch, to redirect those that name CUDA. No call here
+            # does, so the inspection is skipped.
             with torch._C.DisableTorchFunction():
                 sensitivities = gather_sensitivities(weights, self._optimizer, self._topology)
         except RemoteFailure as failure:

@@ -1,9 +1,9 @@
-"""The plan that a run starts with; what its plans may use, and what they have to reach.
+"""The plan that a run starts with, and the options and targets of all its plans.
 
 The first plan comes from one of four sources. The first of these five rules that applies counts:
 
     1. collect_only      FILE if there is a plan file, else JOB
-    2. a plan file       FILE, unless the stopped run was given the same one with the same plan
+    2. a plan file       FILE, unless the stopped run was given a file with the same plan
     3. the policy        POLICY if it needs no measurement. Not at a resume with a schedule of
                          targets and unchanged settings of the plan: then rule 4
     4. a checkpoint      CHECKPOINT; if settings of the plan changed, the policy plans from the
@@ -66,8 +66,8 @@ class FirstPlan:
         plan: a plan that fits the model and the settings.
         source: where it comes from.
         changes: one text for each kind of change that made it fit.
-        new_settings: names of the settings of the plan, except the plan file, that differ from
-            those of the stopped run.
+        new_settings: names of the settings that decide the plan and that differ from those of the
+            stopped run; the plan file is left out.
     """
 
     plan: PrecisionPlan
@@ -90,7 +90,7 @@ class RunPlans:
         config: the settings. If the user gave no target, the default one is lowered to the highest
             that the linears can reach.
         available: what the linears can run.
-        work: (stage, FLOPs per token) by linear.
+        stage_and_flops: (stage, FLOPs per token) by linear.
         fitting: makes plans and problems of another run fit.
         file_digest: digest of the plan in the plan file; None without one.
         targets: the efficiency target of every iteration.
@@ -127,8 +127,8 @@ class RunPlans:
         self.available: AvailableOptions = replace(
             available, warnings=(*available.warnings, *warnings)
         )
-        self.work = {i.name: (i.stage, i.flops_per_token) for i in model.all_linears}
-        self.fitting = Fitting(self.config, model, self.available, self.work)
+        self.stage_and_flops = {i.name: (i.stage, i.flops_per_token) for i in model.all_linears}
+        self.fitting = Fitting(self.config, model, self.available, self.stage_and_flops)
         self.targets = self.config.targets(train_iters)
         self._model = model
 
@@ -152,13 +152,15 @@ class RunPlans:
         num_done = 0 if state is None else state.iteration
 
         def make() -> PrecisionPlan:
+            # At the highest target: `check_settings` refuses it if no plan reaches it. The plan
+            # itself is made for the target of the first iteration (below).
             problem = self.unmeasured(max(point.target for point in self.targets.points))
             settings = self._settings(seed)
             check_settings(problem, self.config, settings)
             if source is PlanSource.FILE:
                 assert self._file_plan is not None
                 with naming_field("plan_file"):
-                    self._file_plan.check_against(self.work)
+                    self._file_plan.check_against(self.stage_and_flops)
                 return self._file_plan
             if source is PlanSource.CHECKPOINT:
                 assert state is not None
@@ -175,11 +177,11 @@ class RunPlans:
 
         plan, replaced = self.fitting.plan(plan_from_rank_0(make, self._control))
         if source is PlanSource.FILE:
-            check_plan_file(replaced, self.config, len(self.work))
+            check_plan_file(replaced, self.config, len(self.stage_and_flops))
         if state is not None and plan.digest != state.plan.digest:
             # A plan's file is named by its iteration: no file of the stopped run is overwritten.
             plan = plan.model_copy(update={"iteration": num_done})
-        changes = tuple(describe(replaced, len(self.work)))
+        changes = tuple(describe(replaced, len(self.stage_and_flops)))
         return FirstPlan(plan, source, changes, changed - {"plan_file"})
 
     def _source(self, state: ControllerState | None, changed: frozenset[str]) -> PlanSource:
@@ -225,7 +227,7 @@ class RunPlans:
         """Return the plan that changes nothing but what a pin sets."""
         job = self.available.job
         linears = {name: self.config.pin_of(name) or option for name, option in job.items()}
-        return assigned_plan(linears, self.work, self.config.lowest_format, "job")
+        return assigned_plan(linears, self.stage_and_flops, self.config.lowest_format, "job")
 
     # ---- later plans ----------------------------------------------------------------------------
 
@@ -244,14 +246,16 @@ class RunPlans:
         for name, option in plan.linears.items():
             is_pinned = self.config.pin_of(name) is not None
             linears[name] = option if is_pinned else self.available.job[name]
-        return assigned_plan(linears, self.work, self.config.lowest_format, "guard", iteration)
+        return assigned_plan(
+            linears, self.stage_and_flops, self.config.lowest_format, "guard", iteration
+        )
 
-    # ---- what a plan amounts to -----------------------------------------------------------------
+    # ---- numbers of a plan ----------------------------------------------------------------------
 
     def lowest_precision_share(self, plan: PrecisionPlan) -> float:
         """Return the share of the linears' FLOPs in the lowest precision under a plan."""
         bits = get_format(self.config.lowest_format).bits
-        shares = format_shares(plan.linears, self.work).items()
+        shares = format_shares(plan.linears, self.stage_and_flops).items()
         return sum(share for name, share in shares if get_format(name).bits == bits)
 
     def saving_s(self, plan: PrecisionPlan, num_microbatches: int) -> float | None:
@@ -265,10 +269,11 @@ class RunPlans:
         if table is None or tokens is None:
             return None
         bf16 = dict.fromkeys(plan.linears, BF16)
-        before = table.slowest_stage(bf16, self.work)
-        after = table.slowest_stage(plan.linears, self.work)
+        before = table.slowest_stage(bf16, self.stage_and_flops)
+        after = table.slowest_stage(plan.linears, self.stage_and_flops)
         megatron = self._model.config
-        # The table has the seconds of one GPU for all tokens and features of a microbatch. These
-        # ranks share them; each data-parallel rank has microbatches of its own.
+        # The table has the seconds that one GPU needs for all tokens and features of a microbatch.
+        # Context- and tensor-parallel ranks share them; each data-parallel rank has microbatches
+        # of its own.
         ranks = int(megatron.context_parallel_size * megatron.tensor_model_parallel_size)
         return (before - after) * tokens * num_microbatches / ranks

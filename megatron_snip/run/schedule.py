@@ -4,8 +4,8 @@
     i + 1, i + 2, ...     its other parts, one an iteration (`--snip-measure-fraction`)
     last part + lag       the plan of the refresh is applied
 
-`Schedule` counts iterations. Whether a refresh that is due may begin (the optimizer's moments may
-be too young, a plan may be on its way) is decided by the controller.
+`Schedule` counts iterations. The controller decides whether a refresh that is due may begin: the
+optimizer's moments may be too young, or a plan may still be on its way.
 """
 
 from dataclasses import dataclass
@@ -29,8 +29,8 @@ class Schedule:
     """Which iterations measure which part of the linears.
 
     Attributes:
-        is_static: whether the policy needs no statistics, so that it plans before the first
-            iteration.
+        plans_without_statistics: whether the policy needs no statistics. Then it plans before the
+            first iteration, and again only if the schedule of targets changes the target.
         makes_plans: whether refreshes or changes of the target lead to plans.
         num_parts: the number of iterations that one refresh observes.
         is_waiting: whether a refresh is due and waits until it may begin.
@@ -38,8 +38,9 @@ class Schedule:
 
     def __init__(self, config: SnipConfig) -> None:
         """Start before the first refresh."""
-        self.is_static = not get_policy(config.policy).needs_statistics
-        self.makes_plans = not config.collect_only and (config.has_schedule or not self.is_static)
+        self.plans_without_statistics = not get_policy(config.policy).needs_statistics
+        plans_again = config.has_schedule or not self.plans_without_statistics
+        self.makes_plans = plans_again and not config.collect_only
         self.num_parts = config.num_measuring
         self.is_waiting = False
         self._config = config
@@ -53,7 +54,7 @@ class Schedule:
             wanted_at: an iteration at which a refresh is wanted out of turn, or None.
         """
         config = self._config
-        never_measures = self.is_static and not config.collect_only
+        never_measures = self.plans_without_statistics and not config.collect_only
         if never_measures or iteration < config.start_step or self.part(iteration) is not None:
             return False
         is_its_turn = (iteration - config.start_step) % config.interval == 0
@@ -86,7 +87,8 @@ class Schedule:
         config = self._config
         until_refresh = (config.start_step - iteration - 1) % config.interval + 1
         comes_too_late = self.is_waiting or until_refresh < config.lag
-        return self.makes_plans and config.has_schedule and (self.is_static or not comes_too_late)
+        is_in_time = self.plans_without_statistics or not comes_too_late
+        return self.makes_plans and config.has_schedule and is_in_time
 
     def state_dict(self) -> ScheduleState:
         """Return what a checkpoint keeps."""

@@ -43,8 +43,8 @@ def run_once(function: ForwardBackward, **kwargs: Any) -> Results:
 class ReplayableIterator(Iterator[Any]):
     """An iterator over `source` that can be rewound to where it started.
 
-    Each reader gets its own (shallow) copy of a microbatch, because Megatron's scripts replace
-    what they move to the device in it. Nothing is read ahead.
+    Each pass gets its own (shallow) copy of a microbatch, because Megatron's scripts replace
+    tensors in it by their copies on the device. Nothing is read ahead.
     """
 
     def __init__(self, source: Iterator[Any]) -> None:
@@ -69,8 +69,8 @@ class ReplayableIterator(Iterator[Any]):
 class TrainingStep:
     """A forward-backward call, as Megatron is about to make it.
 
-    Megatron gives a data iterator only to the ranks that read data (None to others) and one for
-    each model chunk under interleaved pipelines.
+    Megatron gives a data iterator only to the ranks that read data, and None to others. Under
+    interleaved pipelines it gives a list, with one for each model chunk.
 
     Attributes:
         function: Megatron's schedule.
@@ -110,11 +110,11 @@ class TrainingStep:
         return float(scale(one).item())
 
     def grad_scale(self, topology: Topology, loss_scale: float) -> float:
-        """Return the factor from a gradient in the backward to that of the batch-mean loss.
+        """Return the factor that turns a gradient of the backward into one of the batch-mean loss.
 
-        It is 1 / (data ranks * loss scale): Megatron divides by microbatches itself. With
-        `calculate_per_token_loss` it divides by the batch's tokens after the backward; they are
-        counted here as if none were masked.
+        It is 1 / (data ranks * loss scale): Megatron itself divides by the number of microbatches.
+        With `calculate_per_token_loss` Megatron divides after the backward, by the tokens of the
+        batch. Then the factor has the tokens as well, counted as if none were masked.
 
         Args:
             topology: this rank's place.
@@ -141,16 +141,17 @@ def zero_gradients(chunks: Sequence[torch.nn.Module], optimizer: Any) -> None:
 class StepLoss:
     """The loss of a step that has run; made on all ranks together, in the same order.
 
-    The schedule gives a loss to the last pipeline stage alone, for its own data. It is summed over
-    data ranks there,
+    The schedule gives a loss to the last pipeline stage alone, for the data of each rank. There the
+    loss is summed over data ranks,
 
         loss = sum over microbatches and data ranks of (sum of token losses)
                / sum over the same of (number of tokens)
 
-    and the last rank broadcasts it; in every layout of Megatron it is on the last stage. So all
-    ranks hold the same bits and decide alike. Megatron's older form of a report, a mean without a
-    number of tokens, counts as one token. A report that a rank cannot read is logged there, and the
-    step has no loss on any rank.
+    and the last rank broadcasts the sums: in every layout of Megatron that rank is on the last
+    stage. So all ranks hold the same bits and decide alike.
+
+    Megatron's older form of a report, a mean without a number of tokens, counts as one token. A
+    report that a rank cannot read is logged there, and the step has no loss on any rank.
 
     The constructor does not wait for the device; `read` does.
     """
@@ -250,7 +251,8 @@ def on_device(tensor: torch.Tensor) -> torch.Tensor:
 def tolerating_non_finite() -> Iterator[None]:
     """Inside the block Megatron's rerun state machine does not see NaN and infinite results.
 
-    It would end the job, and the caller can recover. Finite results are validated as usual.
+    The machine would end the job, but the caller can recover. Finite results are validated as
+    usual.
     """
     machine = getattr(rerun_state_machine, "_GLOBAL_RERUN_STATE_MACHINE", None)
     if machine is None:

@@ -206,8 +206,8 @@ def test_a_plan_file_runs_as_the_machine_can(
     on(monkeypatch, capability)
     model, path = build(), tmp_path / "plan.json"
     under = PlannedModel([model], Topology(), seed=0)
-    work = {i.name: (i.stage, i.flops_per_token) for i in under.all_linears}
-    write_plan(assigned_plan(plan(under, option), work, "fp4", "snip"), path)
+    stage_and_flops = {i.name: (i.stage, i.flops_per_token) for i in under.all_linears}
+    write_plan(assigned_plan(plan(under, option), stage_and_flops, "fp4", "snip"), path)
     config = SnipConfig(
         collect_only=True, start_step=1000, plan_file=path, formats=formats, granularity="gemm"
     )

@@ -118,10 +118,11 @@ def test_plans_by_measured_time_take_the_seconds_of_the_table(
     linears = model.all_linears
     problem = found.restrict(unmeasured_problem(linears, found.options, "fp4", 0.6))
     made = make_plan(problem, PlanSettings(cost="time", pins=(pin,))).linears
-    table, work = found.calibration, {i.name: (0, i.flops_per_token) for i in linears}
+    table = found.calibration
+    stage_and_flops = {i.name: (0, i.flops_per_token) for i in linears}
     assert table is not None
     seconds = sum(c.options[str(made[c.name])].seconds or 0.0 for c in problem.linears)
-    assert table.slowest_stage(made, work) == pytest.approx(seconds)
+    assert table.slowest_stage(made, stage_and_flops) == pytest.approx(seconds)
 
 
 def test_where_nothing_is_faster_time_cannot_be_the_objective(

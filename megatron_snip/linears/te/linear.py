@@ -6,9 +6,9 @@ module do the rest: one before the forward sets the recipe (the plan's, or BF16 
 evaluations), one after it lets an observer see X, W and G, and one puts back a weight that is
 stored quantized. Two properties of Transformer Engine need care:
 
-- It rebuilds quantizers when the recipe's class changes, and (up to 2.20) not when a recipe of
-  the same class differs. So changing the option drops quantizers and quantized weights, also
-  if the new option is BF16.
+- It rebuilds quantizers when the recipe's class changes. Up to 2.20 it does not when only the
+  recipe's fields change. So changing the option drops quantizers and quantized weights, also if
+  the new option is BF16.
 - It reuses quantized weights until a microbatch is marked as the first of its step; see
   `FreshWeights`.
 """
@@ -79,14 +79,13 @@ class RecipeTELinear:
         self._machine = machine
         self._job_recipe = job_recipe(module, self.name)
         self.job_option = job_option(self._job_recipe)
-        if machine.backward_override:
+        if machine.backward_override:  # NVTE_BACKWARD_OVERRIDE: dgrad and wgrad run in BF16
             self.job_option = forward_only(self.job_option)
-        self.pinned: str | None = None  # the reason, see `PlannedLinear`
         self._module_params = module.te_quant_params  # before SNIP
         self._bf16_params = quant_params(BF16_RECIPE)
         self._job_params = self._module_params
         if self._job_recipe == BF16_RECIPE:
-            # One object for both, so that a BF16 evaluation is seen to change nothing.
+            # One object for both: `_before_forward` sees that a BF16 evaluation changes nothing.
             self._job_params = self._bf16_params
         # What the plan asks for; at first what the job runs.
         self._option = self.job_option
@@ -96,7 +95,7 @@ class RecipeTELinear:
         self.stored = stored_weights(module, self.weights)
         self._overlap = Overlap(module)
         self._hooks: list[Any] = []
-        # Transformer Engine's recipe object that the module has quantizers for, or None.
+        # Transformer Engine's recipe object for which the module has quantizers, or None.
         self._quantizers_recipe: Any = None
 
     @property
@@ -131,7 +130,7 @@ class RecipeTELinear:
 
     @property
     def has_history(self) -> bool:
-        """Whether it now runs delayed scaling."""
+        """Whether the linear runs delayed scaling now."""
         if self._runtime.in_bf16:
             return False
         table_entry = RECIPES.get(self._planned_recipe.fprop)  # a custom recipe has none
@@ -141,8 +140,6 @@ class RecipeTELinear:
         """Return why this linear cannot run `option` here, or None if it can."""
         if self._is_the_jobs(option):
             return None
-        if self.pinned is not None:
-            return self.pinned
         reason = te_refusal(option, self._machine)
         if reason is not None:
             return reason
@@ -157,7 +154,7 @@ class RecipeTELinear:
                 return f"{option}: Transformer Engine {self._machine.te_version} {reason}"
         needs_bf16 = any(RECIPES[name].is_fp4 for name in recipe)
         if needs_bf16 and self.weights[0].dtype != torch.bfloat16:
-            # Its random Hadamard transform is a kernel for BF16 (`NVFP4Quantizer::quantize_impl`).
+            # NVFP4's random Hadamard transform is a kernel for BF16 (C++, `quantize_impl`).
             dtype = str(self.weights[0].dtype).removeprefix("torch.")
             return f"{option}: Transformer Engine's NVFP4 needs BF16 and got {dtype}; add --bf16"
         reason = gather_refusal(self.module, option, recipe)
@@ -196,9 +193,9 @@ class RecipeTELinear:
         self.option = self.job_option
 
     def begin_step(self) -> None:
-        """Drop what was made of the weights of the step before."""
-        # Not in a run that quantizes by default: there Transformer Engine quantizes them again
-        # itself, into the same memory, to which captured CUDA graphs write.
+        """Drop what was made from the weights of the step before."""
+        # Quantized weights stay in a run that quantizes by default: there Transformer Engine
+        # quantizes again into the same memory, to which captured CUDA graphs write.
         if not self.is_untouched and not quantizes_by_default(self.module.config):
             self.module._fp8_workspaces.clear()
         if self.stored is not None:
@@ -215,10 +212,10 @@ class RecipeTELinear:
     def prepare_capture(self) -> None:
         """Make the forward fit for a CUDA graph; call before it is captured.
 
-        A graph repeats whether its forward quantized the weight. In a run that quantizes by
-        default Transformer Engine decides that by a tensor which Megatron sets before a replay. In
-        another run the weight is quantized in every microbatch, or replays would keep the first
-        one's forever.
+        A graph repeats what its forward did: quantize the weight, or reuse the quantized one. In a
+        run that quantizes by default a tensor decides, which Megatron sets before each replay. In
+        another run the weight is quantized in every microbatch: a graph that reuses it would use
+        the first quantized weight forever.
         """
         if not quantizes_by_default(self.module.config):
             self.module.disable_parameter_transpose_cache = True
@@ -226,7 +223,7 @@ class RecipeTELinear:
             self.stored.prepare_capture()
 
     def _recipe_in_forward(self) -> TERecipe | None:
-        """Return what the next forward runs; None for the job's own recipe."""
+        """Return the recipe of the next forward; None if it is the job's own."""
         if self._runtime.in_bf16:
             return None if self._job_recipe == BF16_RECIPE else BF16_RECIPE
         return None if self.is_untouched else self._planned_recipe
@@ -239,8 +236,9 @@ class RecipeTELinear:
         if self.stored is not None and params is not self._job_params:
             self.stored.override()
         if self._quantizers_recipe is not None:
-            # A replayed CUDA graph leaves the run's recipe here. Transformer Engine would take
-            # the plan's for a change, and free quantized weights that captured kernels write to.
+            # A replayed CUDA graph leaves the run's recipe here. Then the plan's recipe would look
+            # like a change to Transformer Engine, and it would free quantized weights that captured
+            # kernels write to.
             module.fp8_meta["recipe"] = self._quantizers_recipe
 
     def _after_forward(self, module: Any, args: Any, kwargs: Any, result: Any = None) -> Any:

@@ -226,7 +226,6 @@ def available(linears: Sequence[Linear], **settings: Any) -> AvailableOptions:
         all_linears=linears,
         runtime=SimpleNamespace(topology=Topology()),
         job_options=dict,
-        pinned=dict,
         ties=tuple,
     )
     return available_options(model, SnipConfig(**settings))

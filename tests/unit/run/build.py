@@ -13,7 +13,7 @@ from tests.unit.planning.build import name_of, options_of
 
 FP8, FP4, NVFP4, MXFP8 = map(Option.uniform, ("fp8", "fp4", "nvfp4", "mxfp8"))
 A, B, C = map(name_of, range(3))
-WORK = {A: (0, 1.0), B: (1, 1.0), C: (1, 2.0)}
+STAGE_AND_FLOPS = {A: (0, 1.0), B: (1, 1.0), C: (1, 2.0)}
 FP8_JOB = {A: FP8, B: FP8, C: BF16}
 """What a job with FP8 runs the linears in."""
 
@@ -21,7 +21,6 @@ FP8_JOB = {A: FP8, B: FP8, C: BF16}
 def run_plans(
     refusals: dict[Option, dict[str, str]] | None = None,
     job: dict[str, Option] | None = None,
-    pinned: dict[str, str] | None = None,
     ties: tuple[tuple[str, ...], ...] = (),
     **config: Any,
 ) -> RunPlans:
@@ -31,14 +30,15 @@ def run_plans(
     def linear(name: str) -> SimpleNamespace:
         return SimpleNamespace(name=name, refusal=lambda o: refused.get(o, {}).get(name))
 
-    infos = [LinearInfo(name, stage, 1, 1, flops) for name, (stage, flops) in WORK.items()]
+    infos = []
+    for name, (stage, flops) in STAGE_AND_FLOPS.items():
+        infos.append(LinearInfo(name, stage, 1, 1, flops))
     model: Any = SimpleNamespace(
         all_linears=infos,
-        linears=[linear(name) for name in WORK],
+        linears=[linear(name) for name in STAGE_AND_FLOPS],
         runtime=SimpleNamespace(topology=Topology()),
         backend="simulate",
-        job_options=lambda: {name: (job or {}).get(name, BF16) for name in WORK},
-        pinned=lambda: pinned or {},
+        job_options=lambda: {name: (job or {}).get(name, BF16) for name in STAGE_AND_FLOPS},
         ties=lambda: ties,
     )
     return RunPlans(SnipConfig(**{"formats": "fp8,fp4", **config}), model, None, None)

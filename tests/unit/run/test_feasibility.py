@@ -1,7 +1,5 @@
 """Settings that no plan satisfies, and the default target that one can reach."""
 
-from typing import Any
-
 import pytest
 
 from megatron_snip.errors import UsageError
@@ -42,10 +40,9 @@ def test_constraints_that_cannot_be_met_fail_at_the_start() -> None:
         first(state_of(plan_of(["fp8"] * 4)))
 
 
-def test_pinned_linears_keep_the_job_s_option_and_the_target_is_what_is_left() -> None:
+def test_linears_that_run_the_job_s_option_only_keep_it_and_lower_the_target() -> None:
     refusals = {o: {B: "it is fixed"} for o in (BF16, FP4)}
-    given: dict[str, Any] = {"job": FP8_JOB, "pinned": {B: "it is fixed"}}
-    plans = run_plans(refusals, **given)
+    plans = run_plans(refusals, FP8_JOB)
     assert plans.config.efficiency_target == 0.75
     problem = plans.unmeasured(0.75)
     assert [sorted(row.options) for row in problem.linears] == [
@@ -53,12 +50,12 @@ def test_pinned_linears_keep_the_job_s_option_and_the_target_is_what_is_left() -
         ["fp8"],
         ["fp4", "fp8"],
     ]
-    assert "1 linears stay as the job runs them: it is fixed" in plans.available.warnings
+    assert "fp4 is not available to 1 linears: it is fixed" in plans.available.warnings
     assert options_of(plans.fitting.plan(plan_of(["fp4"] * 3))[0]) == ["fp4", "fp8", "fp4"]
     refusals |= {FP4: {B: "it is fixed", C: "it is stored"}}
-    plans = run_plans(refusals, **given)
+    plans = run_plans(refusals, FP8_JOB)
     assert plans.config.efficiency_target == 0.25
     assert "the efficiency target is 0.25, the highest that" in plans.available.warnings[-1]
     assert plans.first_plan(None, 0).plan.target <= 0.25
     with pytest.raises(UsageError, match=r"best reachable target is 0\.25"):
-        run_plans(refusals, efficiency_target=0.75, **given).first_plan(None, 0)
+        run_plans(refusals, FP8_JOB, efficiency_target=0.75).first_plan(None, 0)
