@@ -8,7 +8,7 @@ TINY_OWN_FLAGS: the script parses its own flags.
 TINY_EARLY: SNIP may measure before the optimizer has made ten steps.
 TINY_AUTO: the script imports megatron_snip.auto, before all else.
 TINY_BREAK: the loss is infinite whenever a linear runs FP4.
-TINY_FAIL: on this rank every measurement fails.
+TINY_FAULTS: every refresh fails, as in `faults.py`.
 TINY_RESTART: a second training in the same process, as in-process restart does.
 """
 
@@ -52,13 +52,10 @@ if "TINY_BAD_STATE" in os.environ:
     bad = {"version": int(os.environ["TINY_BAD_STATE"]), "plan": []}
     setattr(ControllerState, "to_dict", lambda self: bad)  # noqa: B010
 
-if os.environ.get("TINY_FAIL") == os.environ["RANK"]:
-    from megatron_snip.statistics import observer
+if "TINY_FAULTS" in os.environ:
+    from tests.megatron import faults
 
-    def fail(*args: Any, **kwargs: Any) -> Any:
-        raise RuntimeError("this measurement fails")
-
-    setattr(observer, "partial_sums", fail)  # noqa: B010
+    faults.install()
 
 if "TINY_OWN_FLAGS" in os.environ:
     argparse.ArgumentParser().parse_args()
