@@ -119,7 +119,7 @@ FAST_FLAGS: tuple[FlagRow, ...] = (
         given("use_transformer_engine_op_fuser"),
         plans="restricts",
         text="the two linears of an MLP with fused operations have one option; a measured "
-        "iteration runs them unfused",
+        "iteration runs twice, once unfused to be measured and once to train",
         num_recipes=19,
     ),
     FlagRow(

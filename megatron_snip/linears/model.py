@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from megatron.core.utils import get_model_config
 
-from megatron_snip.collectives import gather_json, unless_refused
+from megatron_snip.collectives import any_rank, gather_json, unless_refused
 from megatron_snip.config import Backend
 from megatron_snip.errors import UnsupportedError
 from megatron_snip.formats import Format
@@ -44,6 +44,7 @@ class PlannedModel:
         machine: what decides how Transformer Engine's linears run.
         linears: this rank's linears, in model order; a grouped linear once.
         all_linears: every linear of the model, in the same order on all ranks.
+        has_fused_mlps: whether MLPs of any rank run fused operations; the same on all ranks.
         changes: how often the option of each linear of the model has changed; the same on all
             ranks.
     """
@@ -74,6 +75,7 @@ class PlannedModel:
         reading = partial(self._plan_own_linears, backend)
         own = unless_refused("reading the model's linears", reading, topology.control)
         self.all_linears: tuple[LinearInfo, ...] = global_linears(own, topology)
+        self.has_fused_mlps = any_rank(bool(self._own_ties), topology.control)
         if not self.all_linears:
             raise UnsupportedError(
                 "the model's layers have no linears to plan: neither Megatron's "

@@ -50,7 +50,7 @@ from megatron_snip.run.evaluation import Evaluations
 from megatron_snip.run.guard import Guard, Outcome
 from megatron_snip.run.healing import healing_problem, heals_in_order
 from megatron_snip.run.metrics import StepMetrics
-from megatron_snip.run.observation import MIN_OPTIMIZER_STEPS, Observations, observing
+from megatron_snip.run.observation import MIN_OPTIMIZER_STEPS, Observations
 from megatron_snip.run.plan_file import recipe_changes
 from megatron_snip.run.plans import FirstPlan, PlanSource, RunPlans
 from megatron_snip.run.schedule import Schedule
@@ -209,7 +209,7 @@ class SnipController:
             self._plan_for_new_target(iteration)
         else:
             observation = self._observations.begin(iteration, part, self._schedule.num_parts)
-        with observing(observation):
+        with self._observations.watching(observation, iteration, step):
             outcome = self._guard.run(iteration, step, self.plan)
         self._take_guards_decision(iteration, outcome)
         self._observations.end(observation, step, outcome)

@@ -1,12 +1,13 @@
 """Observing: from training iterations to statistics, divergences and a planning problem.
 
 begin          the linears of one part are chosen; the sensitivities of their weights are gathered
-running        their forward and backward are watched while the iteration runs
+watching       their forward and backward are watched while the iteration runs, or before it
 end            all-reduces over ranks; the running mean of the statistics is updated
 measurement    after the last part: statistics -> divergences -> planning problem
 """
 
 import logging
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -28,10 +29,16 @@ from megatron_snip.linears.availability import AvailableOptions
 from megatron_snip.linears.model import PlannedModel
 from megatron_snip.linears.moe_dispatch import ExpertDispatch
 from megatron_snip.linears.runtime import Runtime
+from megatron_snip.linears.snapshot import TrainingStateSnapshot
 from megatron_snip.planning.plan import PrecisionPlan
 from megatron_snip.reporting.events import Measurement
 from megatron_snip.run.guard import Outcome
-from megatron_snip.run.step import StepLoss, TrainingStep
+from megatron_snip.run.step import (
+    StepLoss,
+    TrainingStep,
+    tolerating_non_finite,
+    zero_gradients,
+)
 from megatron_snip.statistics.health_table import HealthTable, LinearHealth
 from megatron_snip.statistics.observer import StepObserver
 from megatron_snip.statistics.optimizer_state import steps_of_moments
@@ -69,11 +76,6 @@ class Observation:
         """Watch the linears inside the block; how they run does not change."""
         with self.dispatch.counting(), self.runtime.observed_by(self.observer):
             yield
-
-
-def observing(observation: Observation | None) -> AbstractContextManager[None]:
-    """Return the context in which an iteration runs; without an observation it does nothing."""
-    return nullcontext() if observation is None else observation.running()
 
 
 @dataclass(frozen=True)
@@ -170,6 +172,34 @@ class Observations:
         observer = StepObserver(settings, self._topology, sensitivities, rows_by_sender)
         runtime = self._model.runtime
         return Observation(observer, weights, sensitivities, runtime, self._dispatch)
+
+    def watching(
+        self, observation: Observation | None, iteration: int, step: TrainingStep
+    ) -> AbstractContextManager[None]:
+        """All ranks: return the context in which a step runs; it is observed there.
+
+        Where MLPs run fused operations, no linear of theirs can be observed. Then the step runs
+        here before, with the linears, and what that changed is undone.
+
+        Args:
+            observation: what `begin` returned; None observes nothing.
+            iteration: the iteration that is about to run.
+            step: its forward-backward call.
+        """
+        if observation is None:
+            return nullcontext()
+        if not self._model.has_fused_mlps:
+            return observation.running()
+        begin = time.perf_counter()
+        before = TrainingStateSnapshot(step.chunks)
+        runtime = self._model.runtime
+        # Results that are not finite are left to the pass that counts.
+        with observation.running(), tolerating_non_finite(), runtime.training_pass(iteration):
+            step.run()
+        before.restore()
+        zero_gradients(step.chunks, self._optimizer)
+        observation.observer.seconds = time.perf_counter() - begin
+        return nullcontext()
 
     def end(self, observation: Observation | None, step: TrainingStep, outcome: Outcome) -> None:
         """All ranks: add up what was observed while a step ran.

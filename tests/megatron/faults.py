@@ -22,15 +22,15 @@ SNIP = ["--snip-start-step", "3", "--snip-interval", "2", "--snip-lag", "1"]
 FULL_DISK = "full disk"
 LATE = "late solver"
 DEAD = "dead solver"
-BY_ITERATION = {3: FULL_DISK, 5: "moments", 7: "measurement", 9: LATE, 11: DEAD, 13: "broadcast"}
+BY_ITERATION = {3: FULL_DISK, 5: "moments", 7: "measurement", 9: "broadcast", 11: LATE, 13: DEAD}
 """Iteration of a refresh -> its fault. All but the first keep the plan of the first."""
 
 REASONS = {
     "moments": "reading the optimizer's state failed on rank 1: RuntimeError: a bug",
     "measurement": "measuring failed on rank 1: ",
+    "broadcast": "reading the plan failed on rank 1: RuntimeError: a bug",
     LATE: "the solver process did not answer within 0.2 s",
     DEAD: "the solver process ended without an answer",
-    "broadcast": "reading the plan failed on rank 1: RuntimeError: a bug",
 }
 """Fault -> why all ranks keep the plan, in the log of rank 0."""
 OF_A_MEASUREMENT = ("moments", "measurement")

@@ -136,12 +136,14 @@ def model_provider(
     if te:  # Megatron has drawn random tensors of a shape that depends on context parallelism
         torch.manual_seed(args.seed)
     make = get_gpt_layer_with_transformer_engine_spec if te else get_gpt_layer_local_spec
-    norm = {} if te else {"normalization": args.normalization}
+    own = {"normalization": args.normalization}
+    if te:
+        own = {"use_te_op_fuser": args.use_transformer_engine_op_fuser}
     spec = make(
         num_experts=args.num_experts,
         moe_grouped_gemm=args.moe_grouped_gemm,
         multi_latent_attention=latent,
-        **norm,
+        **own,
     )
     if args.mtp_num_layers:
         common["mtp_block_spec"] = get_gpt_mtp_block_spec(config, spec, te, vp_stage=vp_stage)
