@@ -12,12 +12,12 @@ Only fprop changes the loss of the iteration. `fisher` orders linears; it is 15 
 than the change of the loss (docs/measuring.md). `first_plus_fisher` is the paper's |first| + fisher
 (SNIP, arXiv:2602.01410, Sec. 4); the sign of `first` belongs to its batch.
 
-The weight divergence scores the change of the next optimizer updates. `local_square` =
-|D * eW|^2 / |update|^2 is the change of the linear's own update through wgrad. The change of all
-updates through fprop grows with `aligned_fisher`. kappa is chosen so that, in the lowest precision,
-the sum of kappa aligned_fisher over linears is 4 sqrt(n) times the sum of `local_square`, with n
-microbatches in the iteration. Errors of wgrad are nearly independent from microbatch to microbatch;
-those of fprop partly repeat, since the rounding of the weight does. The change of earlier layers'
+The weight divergence scores the change of the next optimizer updates. `local_square` = |D * eW|^2 /
+|update|^2 is the change of the linear's own update through wgrad. The change of all updates through
+fprop grows with `aligned_fisher`. kappa makes the fprop terms, summed over linears in the lowest
+precision, 4 sqrt(n) times the sum of `local_square`; n is the number of microbatches in the
+iteration. Errors of wgrad are nearly independent from microbatch to microbatch; errors of fprop
+partly repeat, because every microbatch sees the same rounded weight. The change of earlier layers'
 updates through dgrad is small and about equal at all linears; an eighth of `local_square` stands
 for it. The factors come from brute force on one model (5 layers of width 192), and
 docs/measuring.md judges them on others.

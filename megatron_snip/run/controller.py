@@ -63,9 +63,13 @@ from megatron_snip.topology import Topology
 class SnipController:
     """Drives SNIP in one training process; construct it on all ranks together.
 
-    A training loop calls on every rank, for each iteration (1-based, as Megatron counts):
-    `forward_backward` in place of its forward-backward function, and `end_iteration`; around
-    evaluations `evaluation`; `state` where it saves; and `close` at the end.
+    A training loop calls on every rank (iterations are counted from 1, as Megatron does):
+
+        forward_backward    in each iteration, in place of its forward-backward function
+        end_iteration       after each iteration and its evaluation
+        evaluation          around each evaluation
+        state               for each checkpoint
+        close               at the end
 
     Attributes:
         config: the settings, with the formats that `auto` means here.
@@ -139,8 +143,9 @@ class SnipController:
         self._make_owners(optimizer, seed, solver, num_done)
         self._warn_if_nothing_is_measured(train_iters)
 
-        # An iteration is ordinary if its seconds are those of training under the plan: not if it
-        # measured, was watched by the guard, or was the first under its plan or in this process.
+        # The seconds of an ordinary iteration are those of training under the plan. An iteration is
+        # not ordinary if it measured, was watched by the guard, or was the first under its plan or
+        # in this process.
         self._has_trained = False
         self._is_ordinary = False
         self._step_s: list[float] = []  # of ordinary iterations under the current plan

@@ -2,7 +2,7 @@
 
 It judges the first 50 iterations after a plan change; loss_monitor.py says what a spike is. At a
 spike everything that the attempt changed is restored, and the iteration runs again under the
-fallback plan, so a NaN that a plan causes never reaches the weights. The two losses decide:
+fallback plan. So a NaN that a plan causes never reaches the weights. The two losses decide:
 
     the plan is to blame      it is reverted: the fallback stays, the plan is refused from now on,
                               and after the first revert in a row the next iteration measures again

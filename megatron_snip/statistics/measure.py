@@ -7,9 +7,9 @@ quantizer of a format:
     eX = Q(G) Q(W) - G W            dgrad    [S, K]
     eW = Q(G)^T Q(X) - G^T X        wgrad    [N, K]
 
-Tiles run along the contraction dimension of each GEMM, so fprop and dgrad are measured on single
-tokens drawn at random, and wgrad on complete tiles of consecutive tokens, for some of the output
-features. Products accumulate in FP32. On a tensor-parallel rank the tensors are shards:
+Tiles run along the contraction dimension of each GEMM. So fprop and dgrad are measured on single
+tokens drawn at random. wgrad is measured on complete tiles of consecutive tokens, for some of the
+output features. Products accumulate in FP32. On a tensor-parallel rank the tensors are shards:
 `partial_sums` returns what must be added over the shards, and `totals` turns the sums into
 statistics.
 """

@@ -161,8 +161,8 @@ class StepObserver:
             output_is_split: the output's rows are this rank's share of the tokens, which a
                 reduction over the tensor axis scattered (sequence parallelism).
             prepare_input: returns what the GEMM multiplies for rows of `input` (a fused norm).
-            delayed_scales: returns the scales [3] of X, W and G that a linear under delayed scaling
-                has at the time, FP32; those of X and W are read in the forward.
+            delayed_scales: returns the scales [3] of X, W and G, FP32, that a linear under delayed
+                scaling has when it is called: in the forward for X and W, in the backward for G.
         """
         names = self._settings.names
         if names is not None and placement.name not in names:

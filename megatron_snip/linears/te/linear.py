@@ -1,10 +1,13 @@
 """Transformer Engine's linears under a plan (`--snip-backend te`): Megatron's per-module recipes.
 
 Each of Megatron's Transformer Engine linears has the attribute `te_quant_params`, which describes
-the autocast that its forward runs in. SNIP sets the attribute from the plan. Hooks of the
-module do the rest: one before the forward sets the recipe (the plan's, or BF16 in BF16
-evaluations), one after it lets an observer see X, W and G, and one puts back a weight that is
-stored quantized. Two properties of Transformer Engine need care:
+the autocast that its forward runs in. SNIP sets it from the plan, with hooks of the module:
+
+    before the forward    set the recipe: the plan's, or BF16 in BF16 evaluations
+    after the forward     let an observer see X, W and G
+    after the forward     put back a weight that is stored quantized
+
+Two properties of Transformer Engine need care:
 
 - It rebuilds quantizers when the recipe's class changes. Up to 2.20 it does not when only the
   recipe's fields change. So changing the option drops quantizers and quantized weights, also if
