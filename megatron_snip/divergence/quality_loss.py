@@ -36,7 +36,7 @@ Quality loss is both divergences in one number:
     Q[l, q] = loss[l, q] / sum_l loss[l, lowest]  +  lambda * weight[l, q] / sum_l weight[l, lowest]
 
 `lowest` is the uniform option of the lowest precision among the formats. If all entries are finite
-and both sums positive, Q of the plan that gives it to every linear is 1 + lambda. An option whose Q
+and both sums positive, a plan with `lowest` in every linear has Q = 1 + lambda. An option whose Q
 is not finite is forbidden for that linear, with a warning that names it.
 """
 
