@@ -176,10 +176,10 @@ class Observations:
     def watching(
         self, observation: Observation | None, iteration: int, step: TrainingStep
     ) -> AbstractContextManager[None]:
-        """All ranks: return the context in which a step runs; it is observed there.
+        """All ranks: return the context in which a step runs and is observed.
 
-        Where MLPs run fused operations, no linear of theirs can be observed. Then the step runs
-        here before, with the linears, and what that changed is undone.
+        Where MLPs run fused operations, their linears cannot be observed. Then the step first runs
+        here, unfused; this run is observed, and what it changed is undone.
 
         Args:
             observation: what `begin` returned; None observes nothing.
