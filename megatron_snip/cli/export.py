@@ -93,10 +93,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     text = "te-precision: compute capability of the GPUs, such as 9.0 (Hopper) [this machine's]"
     add("--capability", metavar="X.Y", type=_capability, help=text)
     text = "te-precision: what fp8 means, the run's --fp8-recipe [the best of the GPU]"
-    runs = [each.run for each in RECIPES.values() if each.run.kind == "fp8"]
-    add("--fp8-recipe", choices=tuple(dict.fromkeys(run.recipe for run in runs)), help=text)
+    add("--fp8-recipe", choices=_values("fp8", "recipe"), help=text)
     text = "te-precision: with --fp8-recipe, the run's --fp8-format [e4m3]"
-    add("--fp8-format", choices=tuple(dict.fromkeys(run.format for run in runs)), help=text)
+    add("--fp8-format", choices=_values("fp8", "format"), help=text)
+    text = "te-precision: what fp4 means, the run's --fp4-recipe [the best of the GPU]"
+    add("--fp4-recipe", choices=_values("fp4", "recipe"), help=text)
     text = (
         "te-precision: store each weight in the format that its GEMMs run (fp8_param and fp4_param "
         "of Megatron-Core 0.19), for a run with param-gather"
@@ -108,6 +109,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--nearest", action="store_true", help=text)
     add_stage_flags(parser)
+
+
+def _values(kind: str, field: str) -> tuple[str, ...]:
+    """Return what a run's `--fp8-recipe`, `--fp8-format` and so on can be."""
+    runs = [recipe.run for recipe in RECIPES.values() if recipe.run.kind == kind]
+    return tuple(dict.fromkeys(getattr(run, field) for run in runs))
 
 
 def add_stage_flags(parser: argparse.ArgumentParser) -> None:
@@ -152,7 +159,8 @@ def run(args: argparse.Namespace) -> int:
     about = f"The {plan.policy} plan of iteration {plan.iteration} (digest {plan.digest[:12]})"
     if args.to == "te-precision":
         return _export_precision_file(plan, about, args)
-    for flag in ("capability", "pipeline_stages", "chunk_layers"):
+    of_the_run = ("fp8_recipe", "fp8_format", "fp4_recipe")
+    for flag in ("capability", *of_the_run, "pipeline_stages", "chunk_layers"):
         if getattr(args, flag) is not None:
             raise UsageError(f"{flag_name('', flag)} is for --to te-precision; leave it out")
     if args.to == "yaml":
@@ -182,12 +190,7 @@ def _export_precision_file(plan: PrecisionPlan, about: str, args: argparse.Names
             "this machine has no GPU; give the GPUs' capability: --capability 9.0 (Hopper) or 10.0 "
             "(Blackwell)"
         )
-    if args.fp8_format is not None and args.fp8_recipe is None:
-        raise UsageError("--fp8-format needs --fp8-recipe; give both as the run has them")
-    run = RunPrecision()
-    if args.fp8_recipe is not None:
-        run = RunPrecision("fp8", args.fp8_format or "e4m3", args.fp8_recipe)
-    machine = Machine(capability, te_version="any", run=run)
+    machine = Machine(capability, te_version="any", run=_run_precision(args))
     recipes, changes = _recipes(plan, machine)
     stages = stages_from(args, num_layers(plan.linears), known=len(plan.stages))
     configs = export_configs(plan.linears, recipes, stages, args.fp8_param)
@@ -213,6 +216,19 @@ def _export_precision_file(plan: PrecisionPlan, about: str, args: argparse.Names
         )
     _print_required_flags(recipes.values(), paths, args.fp8_param)
     return 0
+
+
+def _run_precision(args: argparse.Namespace) -> RunPrecision:
+    """Return the run's own low precision, as the flags say; BF16 without them."""
+    if args.fp8_format is not None and args.fp8_recipe is None:
+        raise UsageError("--fp8-format needs --fp8-recipe; give both as the run has them")
+    if args.fp8_recipe is not None and args.fp4_recipe is not None:
+        raise UsageError("--fp8-recipe and --fp4-recipe: a run has one of them; leave one out")
+    if args.fp8_recipe is not None:
+        return RunPrecision("fp8", args.fp8_format or "e4m3", args.fp8_recipe)
+    if args.fp4_recipe is not None:
+        return RunPrecision("fp4", "e2m1", args.fp4_recipe)
+    return RunPrecision()
 
 
 def _print_required_flags(

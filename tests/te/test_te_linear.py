@@ -245,7 +245,7 @@ def gathering(with_norm: bool) -> RecipeTELinear:
 
 
 LOSES_BITS = "wgrad needs fprop's format or one of fewer bits"
-FAILS = "cannot gather an input that is NVFP4 in wgrad alone"
+FAILS = "cannot gather an input that is nvfp4 in wgrad alone"
 GATHERED = {  # option -> what refuses it with a fused norm, and without one
     "mxfp8": ("", ""),
     "nvfp4": ("", ""),
@@ -303,7 +303,7 @@ def test_nvfp4_in_an_fp32_run_is_refused() -> None:
     """Transformer Engine raises in the first forward: "RHT is only supported for bfloat16"."""
     for linear in under_plan(**FP32)[1].linears:
         for text in ("nvfp4", "nvfp4-mxfp8-bf16", "bf16-mxfp8-nvfp4"):
-            assert "NVFP4 needs BF16 and got float32; add --bf16" in str(
+            assert "nvfp4 needs BF16 and got float32; add --bf16" in str(
                 linear.refusal(Option.parse(text))
             )
         assert linear.refusal(Option.parse("mxfp8")) is None

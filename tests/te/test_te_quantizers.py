@@ -61,6 +61,8 @@ def test_every_gemm_has_both_operands_in_its_format(fprop: str) -> None:
         check(w_row, recipe.fprop, "weight")
         check(g_row, recipe.dgrad, "grad_output")
         check(w_column, recipe.dgrad, "weight")
+        if recipe.fprop != recipe.dgrad:  # 1x16 tiles, not the 16x16 blocks that serve both
+            assert not getattr(w_column, "with_2d_quantization", False)
         check(g_column, recipe.wgrad, "grad_output")
         check(x_column, recipe.wgrad, "input")
 

@@ -155,11 +155,12 @@ class RecipeTELinear:
             reason = self._machine.te_unavailable.get("custom experts")
             if reason is not None:
                 return f"{option}: Transformer Engine {self._machine.te_version} {reason}"
-        needs_bf16 = any(RECIPES[name].is_fp4 for name in recipe)
-        if needs_bf16 and self.weights[0].dtype != torch.bfloat16:
-            # NVFP4's random Hadamard transform is a kernel for BF16 (C++, `quantize_impl`).
+        rotated = [name for name in recipe if RECIPES[name].quantization.wgrad_hadamard]
+        if rotated and self.weights[0].dtype != torch.bfloat16:
+            # The random Hadamard transform is a kernel for BF16 (C++, `quantize_impl`).
             dtype = str(self.weights[0].dtype).removeprefix("torch.")
-            return f"{option}: Transformer Engine's NVFP4 needs BF16 and got {dtype}; add --bf16"
+            needs = f"Transformer Engine's {rotated[0]} needs BF16"
+            return f"{option}: {needs} and got {dtype}; add --bf16"
         reason = gather_refusal(self.module, option, recipe)
         if reason is not None:
             return reason

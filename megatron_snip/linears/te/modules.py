@@ -192,11 +192,12 @@ def gather_refusal(module: Any, option: Option, recipe: TERecipe) -> str | None:
             f"{option}: under sequence parallelism Transformer Engine gathers the input as fprop "
             "quantized it, so wgrad needs fprop's format or one of fewer bits"
         )
-    if not RECIPES[recipe.wgrad].is_fp4:
+    if RECIPES[recipe.wgrad].dequantizes_columns:
         return None
     return (
         f"{option}: under sequence parallelism Transformer Engine cannot gather an input that is "
-        "NVFP4 in wgrad alone; NVFP4 in fprop or dgrad as well, or another format in wgrad"
+        f"{recipe.wgrad} in wgrad alone; {recipe.wgrad} in fprop or dgrad as well, or another "
+        "format in wgrad"
     )
 
 
@@ -204,7 +205,7 @@ def _weight_keeps_rows(recipe: TERecipe) -> bool:
     """Return whether the weight's quantizer `supports_only_rowwise_all_gather`."""
     if RECIPES[recipe.fprop].quantization.has_tensor_scale:
         return True
-    return RECIPES[recipe.dgrad].is_fp4 and not RECIPES[recipe.fprop].is_fp4
+    return recipe.fprop != recipe.dgrad and not RECIPES[recipe.dgrad].dequantizes_columns
 
 
 def shape_refusal(

@@ -97,8 +97,7 @@ def _column(recipe: str, role: Role) -> Quantizer:
     NVFP4's 16x16 blocks of the weight serve rows and columns alike; for columns alone 1x16 tiles
     along the contraction are finer, and Transformer Engine's own mixed recipes use them.
     """
-    if RECIPES[recipe].is_fp4 and role.tensor_type == "weight":
-        from transformer_engine.pytorch.tensor.nvfp4_tensor import NVFP4Quantizer
-
-        return NVFP4Quantizer()
-    return _built_in(recipe, role)
+    quantizer = _built_in(recipe, role)
+    if getattr(quantizer, "with_2d_quantization", False):
+        quantizer.with_2d_quantization = False
+    return quantizer

@@ -104,6 +104,8 @@ class GemmRecipe:
         per_gemm: whether a linear can combine it with other recipes.
         has_history: whether its scales come from the magnitudes of earlier iterations, which
             Transformer Engine keeps for the run's own recipe only.
+        dequantizes_columns: whether Transformer Engine can dequantize a tensor of which it has the
+            columns alone. It gathers an input in that way if wgrad has a recipe of its own.
         has_overlap_buffer: whether Transformer Engine's FP8 buffers for `--tp-comm-overlap` hold
             its operands.
         converter: what torchtitan calls the format.
@@ -126,17 +128,13 @@ class GemmRecipe:
     check: str = ""
     per_gemm: bool = True
     has_history: bool = False
+    dequantizes_columns: bool = True
     has_overlap_buffer: bool = False
     converter: str = ""
     modelopt: Mapping[str, Any] | None = None
     dim_multiple: int = 1
     token_multiple: int = 1
     settings: tuple[Setting, ...] = ()
-
-    @property
-    def is_fp4(self) -> bool:
-        """Whether its tensor cores multiply FP4."""
-        return self.run.kind == "fp4"
 
     def hybrid(self) -> "GemmRecipe":
         """Return it with E5M2 gradients, which `--fp8-format hybrid` asks for."""
@@ -229,6 +227,7 @@ _NVFP4 = GemmRecipe(
     gemms="NVFP4 GEMMs",
     gpus=("10.x", "12.x"),
     check="is_nvfp4_available",
+    dequantizes_columns=False,
     converter="nvfp4",
     modelopt={"quant_algo": "NVFP4", "group_size": 16},
     dim_multiple=32,
