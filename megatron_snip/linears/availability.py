@@ -29,6 +29,7 @@ from megatron_snip.linears.te.machine import (
     unmeasured_settings,
 )
 from megatron_snip.linears.te.modules import te_kind, weights_of
+from megatron_snip.linears.te.recipe_table import RunPrecision
 from megatron_snip.log import warn_once_per_job
 from megatron_snip.options import Option, formats_in
 from megatron_snip.planning.calibration import CalibrationTable, with_seconds
@@ -51,7 +52,15 @@ def resolve_formats(
     """
     with_te = any(te_kind(module) is not None for chunk in model for module in chunk.modules())
     with_te = config.backend != "simulate" and any_rank(with_te, control)
-    machine = this_machine(with_te, get_model_config(model[0]) if with_te else None)
+    model_config = get_model_config(model[0])
+    run = RunPrecision.of(model_config)
+    if run.kind and not with_te:
+        warn_once_per_job(
+            logger,
+            f"snip: simulated linears in a run with {run.flags}: what a plan leaves in bf16 runs "
+            f"that instead, in evaluations too; drop --{run.kind}-format",
+        )
+    machine = this_machine(with_te, model_config if with_te else None)
     formats = config.formats
     if config.formats == (AUTO,):
         formats = SIMULATED_FORMATS

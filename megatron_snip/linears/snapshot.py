@@ -8,12 +8,15 @@ import numpy as np
 import torch
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
+from megatron_snip.linears.te.history import scaling_states
+
 
 class TrainingStateSnapshot:
     """What a forward-backward changes besides gradients, saved so that it can be undone.
 
-    Random number generators (torch, CUDA, Megatron's tracker, numpy, random), module buffers, and
-    the losses that Megatron adds up for its log (MoE's auxiliary losses, MTP's).
+    Random number generators (torch, CUDA, Megatron's tracker, numpy, random), module buffers, the
+    history and the scales of delayed scaling, and the losses that Megatron adds up for its log
+    (MoE's auxiliary losses, MTP's).
     """
 
     def __init__(self, chunks: Sequence[torch.nn.Module]) -> None:
@@ -22,6 +25,9 @@ class TrainingStateSnapshot:
         buffers = [b for chunk in chunks for b in torch.nn.Module.buffers(chunk)]
         self._tensors = buffers + _logged_losses()
         self._values = [tensor.clone() for tensor in self._tensors]
+        self._modules = [module for chunk in chunks for module in chunk.modules()]
+        states = self._scaling_states()
+        self._scaling = [(each, each.amax_history.clone(), each.scale.clone()) for each in states]
         tracker = get_cuda_rng_tracker().get_states()
         self._tracker = {name: _copied(state) for name, state in tracker.items()}
         self._torch = torch.get_rng_state()
@@ -37,6 +43,12 @@ class TrainingStateSnapshot:
         for tensor in _logged_losses():
             if not any(tensor is saved for saved in self._tensors):
                 tensor.zero_()  # created since
+        for state in self._scaling_states():
+            state.amax_history.zero_()  # as new; those that were there follow
+            state.scale.fill_(1.0)
+        for state, history, scale in self._scaling:
+            state.amax_history.copy_(history)
+            state.scale.copy_(scale)
         torch.set_rng_state(self._torch)
         if self._cuda is not None:
             torch.cuda.set_rng_state(self._cuda)
@@ -45,6 +57,10 @@ class TrainingStateSnapshot:
             get_cuda_rng_tracker().set_states(states)
         np.random.set_state(self._numpy)
         random.setstate(self._random)
+
+    def _scaling_states(self) -> list[Any]:
+        """Return Transformer Engine's states of delayed scaling; a forward may make new ones."""
+        return [state for module in self._modules for state in scaling_states(module)]
 
 
 def _logged_losses() -> list[torch.Tensor]:

@@ -139,6 +139,15 @@ def test_auto_without_low_precision_gemms_names_the_remedy(monkeypatch: pytest.M
     assert resolve_formats(SnipConfig(), [build(te=False)], None).formats == ("fp8", "fp4")
 
 
+def test_simulation_in_a_quantized_run_says_what_bf16_is(caplog: pytest.LogCaptureFixture) -> None:
+    """Such a linear is left to Megatron, whose autocast quantizes it."""
+    for flags in ({}, {"fp8": "hybrid", "fp8_recipe": "tensorwise"}):
+        caplog.clear()
+        resolve_formats(SnipConfig(backend="simulate"), [build(**flags)], None)
+        wanted = "what a plan leaves in bf16 runs that instead, in evaluations too; drop --fp8-form"
+        assert (wanted in caplog.text) == bool(flags)
+
+
 def test_a_lowest_precision_that_the_machine_lacks_is_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

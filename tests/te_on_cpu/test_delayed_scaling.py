@@ -8,7 +8,8 @@ import transformer_engine.pytorch as te
 from transformer_engine.common import recipe as built_in
 from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
-from megatron_snip.linears.te.history import delayed_scales
+from megatron_snip.linears.snapshot import TrainingStateSnapshot
+from megatron_snip.linears.te.history import delayed_scales, scaling_states
 from megatron_snip.linears.te.linear import reset_quantizers
 from tests.te_on_cpu import probe
 
@@ -72,3 +73,28 @@ def test_scales_continue_after_another_recipe(other: str) -> None:
     assert after is not None and linears[1].seen[-1] == ("delayed",) * 3
     # The weight has not changed.
     assert (after != before).tolist() == [True, False, True]
+
+
+@pytest.mark.parametrize("num_before", [0, 3])
+def test_a_step_that_is_undone_leaves_no_trace_in_the_history(num_before: int) -> None:
+    """Infinite elements would hold the scales for as long as the history is."""
+
+    def histories(is_undone: bool) -> list[torch.Tensor]:
+        FP8GlobalStateManager.reset()
+        linears = two_linears()
+        for number in range(num_before):
+            step(linears, number)
+        if is_undone:
+            snapshot = TrainingStateSnapshot(linears)
+            reset_quantizers(linears[1])
+            step(linears, 140, OTHERS["tensorwise"])  # 2^140 is infinite
+            assert any(state.amax_history.isinf().any() for state in scaling_states(linears[0]))
+            reset_quantizers(linears[1])
+            snapshot.restore()
+        for number in range(num_before, num_before + 2):
+            step(linears, number)
+        states = [state for linear in linears for state in scaling_states(linear)]
+        return [tensor for state in states for tensor in (state.amax_history, state.scale)]
+
+    for found, wanted in zip(histories(True), histories(False), strict=True):
+        assert torch.equal(found, wanted)

@@ -39,6 +39,16 @@ def keep_history(module: Any) -> bool:
     return True
 
 
+def scaling_states(module: Any) -> list[Any]:
+    """Return a module's states of delayed scaling, in use or kept; each has a history and scales.
+
+    The backward's is among them. The list is empty for a module that has never run it.
+    """
+    if _is_delayed(module):
+        return [module.fp8_meta[key] for key in _KEYS]
+    return [state for state, _ in module.__dict__.get(_KEPT, {}).values()]
+
+
 def delayed_scales(module: Any, index: int = 0) -> Tensor | None:
     """Return the scales [3] of X, W and G; None if the module does not run delayed scaling.
 
