@@ -3,7 +3,7 @@
     python -m benchmarks.curves [--folder DIR] [--json FILE]
 
 Each run trains 1,000 iterations of 16,384 byte tokens from the same seed on the same data, in
-simulate; plans have 75 % of the linears' FLOPs in fp4 from iteration 100 on. A run saves
+simulate. Plans have 75 % of the linears' FLOPs in fp4, or all of them in one format. A run saves
 checkpoints: after SNIP_BENCH_SECONDS the run in progress saves one and stops, and the next call
 goes on with it. Without a GPU: 16 iterations of a tiny model, which shows that it works.
 """

@@ -11,6 +11,7 @@ import torch
 
 from megatron_snip.formats import FORMATS
 from megatron_snip.kernels import launch
+from megatron_snip.linears.te.recipe_table import RECIPES
 from megatron_snip.quantizers.quantize import (
     philox_arguments,
     quantize_dequantize,
@@ -30,6 +31,8 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
 KEY = StreamKey(5, "decoder.layers.1.mlp.linear_fc1", 3, 1)
 STREAM = StochasticStream(KEY)
+DELAYED = RECIPES["delayed"].quantization
+"""Its scale is given, in the place of an amax."""
 
 
 def sample(rows: int, cols: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -67,7 +70,7 @@ def agree(function, *args, **options) -> None:
         assert a.shape == b.shape and a.dtype == b.dtype and torch.equal(bits(a), bits(b))
 
 
-@pytest.mark.parametrize("fmt", SCALED, ids=lambda f: f.name)
+@pytest.mark.parametrize("fmt", [*SCALED, DELAYED], ids=lambda f: f.name)
 @pytest.mark.parametrize("stream", [None, STREAM], ids=["nearest", "stochastic"])
 def test_every_format_and_direction(fmt, stream):
     x = sample(40, 136)
