@@ -79,13 +79,14 @@ MEASURED = {
 }
 """Jobs that have no plans."""
 ELSEWHERE = {
+    # Measures only, with linears of Megatron's own.
     "CUDA graphs with --snip-backend simulate or --transformer-impl local": "test_graphs.py",
-    # No CPU has these buffers.
+    # Its buffers are GPU memory that ranks share, and CUDA kernels write to it.
     "--tp-comm-overlap": "../unit/patches/test_overlap_buffers.py",
-    # Its dispatcher needs a GPU; a stand-in overflows.
+    # Megatron allows it with HybridEP or NCCL-EP, which are CUDA kernels. A stand-in overflows.
     "--moe-expert-rank-capacity-factor": "test_expert_capacity.py",
 }
-"""Flag -> where it is tested."""
+"""Flags that no CPU job can have, or that have jobs elsewhere -> where they are tested."""
 NEVER = ("--snip-start-step", "100")
 
 
