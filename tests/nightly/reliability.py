@@ -149,7 +149,7 @@ class Case:
     prefix: str = ""  # shell text before the command
     more: str = ""  # flags; {folder} is the job's
     needs_root: bool = False
-    small: str = ""  # a folder of the job that is a small file system
+    small: tuple[str, ...] = ()  # folders of the job that share a small file system
     damage: Callable[[Path], object] | None = None  # of the checkpoint, before it is loaded
     goes_on: bool = False  # the job must train on; SIGTERM ends it at iteration 24
     kinds: tuple[str, ...] = ("train", "pretrain")
@@ -259,16 +259,17 @@ CASES = (
     ),
     Case("SNIP's folders cannot be written", _block_folders, goes_on=True),
     Case("SNIP's directory is deleted", _delete_run, goes_on=True),
-    Case("disk full: SNIP's folder", _fill("run"), small="run", goes_on=True),
+    Case("disk full: SNIP's folder", _fill("run"), small=("run",), goes_on=True),
     Case(
         "disk full: SNIP's folder, TensorBoard and W&B",
         _fill("run"),
-        small="run",
+        small=("run",),
         more="--tensorboard-dir {folder}/run/board --wandb-project reliability",
         goes_on=True,
         kinds=("train",),
     ),
-    Case("disk full: checkpoints", _fill("save"), small="save"),
+    Case("disk full: checkpoints", _fill("save"), small=("save",)),
+    Case("disk full: SNIP's folder and checkpoints", _fill("save"), small=("run", "save")),
     Case("checkpoint: a bit flipped", _terminate, damage=flip_a_bit),
     Case("checkpoint: a file cut short", _terminate, damage=truncate),
     Case(
@@ -297,12 +298,8 @@ def run(case: Case, kind: str) -> tuple[str, ...]:
         folder = Path(name)
         if case.needs_root and os.getuid() != 0:
             return (case.name, "not tried: only root may mount", "", "0", "", "")
-        if case.small:
-            (folder / case.small).mkdir()
-            mount = ["mount", "-t", "tmpfs", "-o", "size=64m", "tmpfs", f"{name}/{case.small}"]
-            if subprocess.run(mount, capture_output=True, check=False).returncode:
-                return (case.name, "not tried: only root may mount", "", "0", "", "")
-            stack.callback(subprocess.run, ["umount", "-l", f"{name}/{case.small}"], check=False)
+        if case.small and not _share_small_disk(folder, case.small, stack):
+            return (case.name, "not tried: only root may mount", "", "0", "", "")
         job = Job(kind, folder, case.more.format(folder=folder), case.prefix)
         job.wait_for_iteration(case.at)
         started = bool(job.ranks())
@@ -326,6 +323,23 @@ def run(case: Case, kind: str) -> tuple[str, ...]:
     row = (case.name, ended, f"{seconds:.0f}", str(left + more_left), shown, resumed)
     print(f"{kind:9}", " | ".join(row), flush=True)
     return row
+
+
+def _share_small_disk(folder: Path, names: tuple[str, ...], stack: contextlib.ExitStack) -> bool:
+    """Put folders of a job on one file system of 64 MB; return False if that is not allowed."""
+    disk = folder / "disk"
+    disk.mkdir()
+    mounts = [(["-t", "tmpfs", "-o", "size=64m", "tmpfs"], disk)]
+    mounts += [(["--bind", str(disk / name)], folder / name) for name in names]
+    for source, target in mounts:
+        target.mkdir(exist_ok=True)
+        if target != disk:
+            (disk / target.name).mkdir()
+        command = ["mount", *source, str(target)]
+        if subprocess.run(command, capture_output=True, check=False).returncode:
+            return False
+        stack.callback(subprocess.run, ["umount", "-l", str(target)], check=False)
+    return True
 
 
 def _resume(case: Case, kind: str, folder: Path) -> tuple[str, int]:
