@@ -9,7 +9,7 @@ from contextlib import closing
 import pytest
 
 from tests.bridge.lab import COLLECT_ONLY, SNIP, Lab, losses, weights
-from tests.bridge.test_releases import FOLDER
+from tests.bridge.releases import FOLDER
 from tests.megatron.lab import applied_plans, snip_lines
 
 

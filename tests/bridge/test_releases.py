@@ -6,29 +6,24 @@ come unpacked, one folder each, below BRIDGE_RELEASES.
 
 import ast
 import json
-import os
 from pathlib import Path
 
 import pytest
 
 from megatron_snip.patches.install import MEGATRON_BRIDGE
 from megatron_snip.patches.registry import Patch
+from tests.bridge.releases import FOLDER, OF_BRIDGE
 from tests.distributed.launch import RANK_ENVIRONMENT, TIMEOUT_S
 from tests.processes import run_python
 
-FOLDER = Path(os.environ.get("BRIDGE_RELEASES", "/nonexistent"))
 OLDER = ("0.3.1", "0.4.2", "0.5.1")
-
-
-OF_BRIDGE = [p for p in MEGATRON_BRIDGE.patches if p.module.startswith("megatron.bridge.")]
-
 RECORD = Path(__file__).with_name("functions.json")
 """Parameters of the functions that SNIP wraps, of 0.6.2."""
 
 PROBE = """
 import inspect, json
 from tests.bridge import script
-from tests.bridge.test_releases import OF_BRIDGE
+from tests.bridge.releases import OF_BRIDGE
 from megatron_snip.patches.install import MEGATRON_BRIDGE
 found = {
     "problems": {p.target: p.problem() for p in MEGATRON_BRIDGE.patches},

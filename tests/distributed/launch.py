@@ -2,14 +2,15 @@
 
     results = run_ranks(2, "tests.distributed.MODULE:FUNCTION", {"value": 3})
 
-A fresh interpreter imports the function's module once and forks the ranks, so that the import of
-torch and Megatron is paid once and not N times. Rank 0 serves the rendezvous on a listening socket
-that was opened before the fork: no port is guessed. Everything a rank prints goes to its own log,
-which is shown when a rank fails or when the time is up (then with every rank's stack).
+One interpreter for all such calls imports torch and Megatron, and forks the ranks of each: the
+import takes longer than most functions. Rank 0 serves the rendezvous on a listening socket that was
+opened before the fork: no port is guessed. Everything a rank prints goes to its own log, which is
+shown when a rank fails or when the time is up (then with every rank's stack).
 """
 
 import contextlib
 import faulthandler
+import functools
 import importlib
 import json
 import os
@@ -119,8 +120,20 @@ class Server:
         self._process.wait()
 
 
+@functools.cache
+def shared_server() -> Server:
+    """Start the server of this process, which has Megatron and the solver loaded.
+
+    It ends with this process: at the end of its input.
+    """
+    return Server(preload=["tests.distributed.small_model", "ortools.sat.python.cp_model"])
+
+
 def run_ranks(
-    world_size: int, function: str, arguments: Mapping[str, Any] | None = None
+    world_size: int,
+    function: str,
+    arguments: Mapping[str, Any] | None = None,
+    server: Server | None = None,
 ) -> list[Any]:
     """Call `function(**arguments)` on every rank of a gloo process group.
 
@@ -130,6 +143,8 @@ def run_ranks(
             must not start threads at import. Inside, `torch.distributed` is initialized, and
             RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are set.
         arguments: JSON values, passed as keywords.
+        server: by default `shared_server()`; a function whose module must be imported before
+            Megatron wants another.
 
     Returns:
         What each rank returned, by rank, after a trip through JSON.
@@ -138,11 +153,8 @@ def run_ranks(
         AssertionError: if a rank raised, died, or was still running after `TIMEOUT_S`; it holds
             the logs.
     """
-    server = Server()
-    try:
-        return server.run(world_size, function, arguments or {}, join=True).finished()
-    finally:
-        server.close()
+    chosen = shared_server() if server is None else server
+    return chosen.run(world_size, function, arguments or {}, join=True).finished()
 
 
 def free_port() -> int:

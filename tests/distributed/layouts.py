@@ -1,14 +1,16 @@
-"""Layouts, and their choice: one launch of ranks runs those of the selected tests, and no other."""
+"""Parallel layouts, and runs of ranks in each."""
 
+import functools
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, TypeVar
+from typing import Any
 
 import pytest
 
 from tests.distributed.launch import run_ranks
 
-T = TypeVar("T")
 Layout = dict[str, Any]
+OnRanks = Callable[[str], list[Any]]
+"""Gives what each rank returned, by the name of a layout."""
 
 TP2: Layout = {"tensor_model_parallel_size": 2}
 PP2: Layout = {"pipeline_model_parallel_size": 2}
@@ -31,32 +33,24 @@ def names(layouts: Iterable[str], fast: Iterable[str]) -> list[Any]:
     return [n if n in chosen else pytest.param(n, marks=pytest.mark.slow) for n in layouts]
 
 
-def selected(request: pytest.FixtureRequest, layouts: Mapping[str, T]) -> dict[str, T]:
-    """Return the layouts that the selected tests of a fixture's module have as a parameter."""
-    wanted = {
-        value
-        for item in request.session.items
-        if item.path == request.path and isinstance(item, pytest.Function)
-        for value in getattr(getattr(item, "callspec", None), "params", {}).values()
-    }
-    return {name: value for name, value in layouts.items() if name in wanted}
-
-
 def results_on(
     ranks: int, worker: str, layouts: Mapping[str, Layout], folder: bool = False
-) -> Callable[..., Any]:
-    """Return a fixture: what `worker` returns on each rank, by name of the selected layouts.
+) -> Callable[..., OnRanks]:
+    """Return a fixture: what `worker(values)` returns on each rank, by the name of a layout.
 
-    If `folder`, the worker gets one that is empty.
+    A layout runs once, when the first test asks for it. If `folder`, the worker gets one that is
+    empty.
     """
 
     @pytest.fixture(scope="module")
-    def results(
-        request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-    ) -> list[dict[str, Any]]:
-        arguments: dict[str, Any] = {"layouts": selected(request, layouts)}
-        if folder:
-            arguments["folder"] = str(tmp_path_factory.mktemp("ranks"))
-        return run_ranks(ranks, worker, arguments)
+    def results(tmp_path_factory: pytest.TempPathFactory) -> OnRanks:
+        @functools.cache
+        def on_ranks(name: str) -> list[Any]:
+            arguments: dict[str, Any] = {"values": layouts[name]}
+            if folder:
+                arguments["folder"] = str(tmp_path_factory.mktemp("ranks"))
+            return run_ranks(ranks, worker, arguments)
+
+        return on_ranks
 
     return results

@@ -10,6 +10,7 @@ Weights, data and their order do not depend on the layout (see `trainer.model` a
 import hashlib
 import logging
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,9 +20,12 @@ import torch
 import torch.distributed as dist
 
 from megatron_snip.config import SnipConfig
+from megatron_snip.errors import SnipError
 from megatron_snip.log import forget_warnings
 from megatron_snip.patches import cpu
-from megatron_snip.planning.plan import write_plan
+from megatron_snip.planning.plan import PrecisionPlan, write_plan
+from megatron_snip.planning.planner import make_plan
+from megatron_snip.planning.problem import PlanningProblem
 from megatron_snip.reporting.events import (
     Event,
     Measurement,
@@ -137,6 +141,26 @@ class Warnings(logging.Handler):
             self.tracebacks.append(record.getMessage())
         elif "is not a multiple of 128" not in record.getMessage():
             self.texts.append(record.getMessage())
+
+
+class SolverHere:
+    """Solves in this process: to start another takes longer than most runs."""
+
+    def submit(self, problem: PlanningProblem, *arguments: Any) -> None:
+        self._future: Future[PrecisionPlan] = Future()
+        try:
+            self._future.set_result(make_plan(problem, *arguments))
+        except SnipError as error:
+            self._future.set_exception(error)
+
+    def ready(self) -> bool:
+        return True
+
+    def result(self, timeout_s: float) -> PrecisionPlan:
+        return self._future.result()
+
+    def close(self) -> None:
+        pass
 
 
 @dataclass

@@ -30,8 +30,8 @@ from megatron_snip.linears.model import PlannedModel
 from megatron_snip.linears.te.machine import measured_format, this_machine
 from megatron_snip.trainer import model as trainer_model
 from tests.distributed.small_model import layout, refresh_json, save_random_plan
-from tests.te.models import EXPERTS, FP32, build, copy_weights
-from tests.te.test_te_against_megatron import Seen, agree, observed
+from tests.models import EXPERTS, FP32, build, copy_weights
+from tests.te.observed import Seen, agree, observed
 
 MODEL = {"bf16": True, "num_layers": 1, "seq_length": 128, "adam_eps": 1e-4, "train_iters": 10}
 FORMATS = ("fp8", "fp4")
@@ -46,22 +46,29 @@ LATENT = {
 }
 
 
-def everything(values: dict[str, Any]) -> dict[str, Any]:
-    """One refresh in a layout, with either kind of linear; a frozen plan; experts on two ranks."""
+def native(values: dict[str, Any]) -> dict[str, Any]:
+    """On ranks: a refresh with either kind of linear, in the recipes of Transformer Engine."""
+    return {te: _refresh({**MODEL, **values}, te=te == "te") for te in ("te", "local")}
+
+
+def simulated(values: dict[str, Any]) -> dict[str, Any]:
+    """On ranks: a refresh with either kind of linear, simulated."""
     return {
-        "te": _refresh({**MODEL, **values}, te=True),
-        "local": _refresh({**MODEL, **values}, te=False),
-        "simulated": _refresh({**MODEL, **values}, te=True, backend="simulate"),
-        "local simulated": _refresh({**MODEL, **values}, te=False, backend="simulate"),
-        "with": _frozen({**MODEL, **values}, {"interval": 2, "start_step": 1}),
-        "without": _frozen({**MODEL, **values}, {"start_step": 9}),
-        "experts": _experts(),
-        "latent": _latent(values),
+        te: _refresh({**MODEL, **values}, te=te == "te", backend="simulate")
+        for te in ("te", "local")
     }
 
 
-def _latent(values: dict[str, Any]) -> dict[str, Any]:
-    """A refresh of latent attention: tensor parallel, and with a data rank for each of both."""
+def frozen(values: dict[str, Any]) -> dict[str, Any]:
+    """On ranks: training under a frozen plan, measured and not."""
+    return {
+        "with": _frozen({**MODEL, **values}, {"interval": 2, "start_step": 1}),
+        "without": _frozen({**MODEL, **values}, {"start_step": 9}),
+    }
+
+
+def latent(values: dict[str, Any]) -> dict[str, Any]:
+    """On ranks: a refresh of latent attention, tensor parallel and with two data ranks."""
     # In FP32, where losses can be compared closely, and NVFP4 cannot run. Transformer Engine's
     # attention wants the number of query groups.
     model = {**MODEL, "bf16": False, "num_query_groups": 4}
@@ -158,8 +165,8 @@ def _frozen(values: dict[str, Any], snip: dict[str, Any]) -> dict[str, Any]:
         }
 
 
-def _experts() -> dict[str, Any]:
-    """Grouped experts dealt out to two ranks, beside Megatron's own sequential ones."""
+def experts() -> dict[str, Any]:
+    """On two ranks: grouped experts dealt out, beside Megatron's own sequential ones."""
     parallel_state.initialize_model_parallel(expert_model_parallel_size=2)
     try:
         settings = {**EXPERTS, **FP32, "expert_model_parallel_size": 2}

@@ -39,7 +39,7 @@ from megatron_snip.statistics import observer
 from megatron_snip.statistics.measure import Operands
 from megatron_snip.statistics.sample import MeasureSettings
 from megatron_snip.types import GEMM_OPERANDS, Gemm, Operand
-from tests.te import models
+from tests import models
 from tests.te_on_cpu import capability, probe
 
 STEPS = 3

@@ -8,16 +8,14 @@ from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from megatron_snip.linears import quantized_linear as gemms
-from megatron_snip.planning.plan import PrecisionPlan
-from megatron_snip.planning.planner import make_plan
+from megatron_snip.planning.problem import PlanningProblem
 from megatron_snip.run.controller import SnipController
 from megatron_snip.types import Gemm, Operand
 from tests.distributed import small_model
-from tests.distributed.layouts import OVERLAP, TP2, names, results_on
-from tests.distributed.small_model import NARROW, SyntheticTokens, Trainer, layout
+from tests.distributed.layouts import OVERLAP, TP2, OnRanks, names, results_on
+from tests.distributed.small_model import NARROW, SolverHere, SyntheticTokens, Trainer, layout
 
 LAYOUTS = {"tp": TP2, "dp": OVERLAP}
 START = 15
@@ -94,34 +92,23 @@ def stop_refreshes(controller: SnipController) -> None:
     controller._schedule.is_due = lambda i, wanted_at: i <= START + 1 and due(i, wanted_at)
 
 
-class AllFp4:
-    def submit(self, problem: Any, settings: Any, *rest: Any) -> None:
-        settings = settings.model_copy(update={"policy": "uniform-fp4"})
-        self._plan = make_plan(problem, settings, *rest)
-
-    def result(self, timeout_s: float) -> PrecisionPlan:
-        return self._plan
-
-    def close(self) -> None:
-        pass
+class AllFp4(SolverHere):
+    def submit(self, problem: PlanningProblem, settings: Any, *rest: Any) -> None:
+        super().submit(problem, settings.model_copy(update={"policy": "uniform-fp4"}), *rest)
 
 
-def bad_plans(layouts: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """On ranks, for each layout: plans that break a step, and the run that never had one."""
-    results = {}
-    for name, values in layouts.items():
-        runs = {how: _bad_plan(values, how) for how in BREAKS}
-        with learnable(values) as trainer:
-            trainer.advance(START + 4)
-            runs["plain"] = trainer.digests()
-        results[name] = runs
-    return results
+def bad_plans(values: dict[str, Any]) -> dict[str, Any]:
+    """On ranks: plans that break a step, and the run that never had one."""
+    runs = {how: _bad_plan(values, how) for how in BREAKS}
+    with learnable(values) as trainer:
+        trainer.advance(START + 4)
+        runs["plain"] = trainer.digests()
+    return runs
 
 
 def _bad_plan(values: dict[str, Any], how: str) -> dict[str, Any]:
-    solver: Any = AllFp4() if dist.get_rank() == 0 else None
     with learnable(values) as trainer, broken_format("fp4", BREAKS[how]):
-        controller = trainer.controller(GUARDED, solver)
+        controller = trainer.controller(GUARDED, AllFp4())
         stop_refreshes(controller)
         trainer.advance(START + 4, controller)
         controller.close()
@@ -141,10 +128,8 @@ results = results_on(2, "tests.distributed.test_bad_plans:bad_plans", LAYOUTS)
 
 @pytest.mark.parametrize("name", names(LAYOUTS, []))
 @pytest.mark.parametrize("how", BREAKS)
-def test_a_plan_that_breaks_a_step_leaves_no_trace(
-    results: list[dict[str, Any]], name: str, how: str
-) -> None:
-    for rank, runs in enumerate(r[name] for r in results):
+def test_a_plan_that_breaks_a_step_leaves_no_trace(results: OnRanks, name: str, how: str) -> None:
+    for rank, runs in enumerate(results(name)):
         run, plain = runs[how], runs["plain"]
         assert {key: run[key] for key in plain} == plain
         # Applied before this iteration, reverted within it; the digest is that of BF16 throughout.

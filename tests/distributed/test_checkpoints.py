@@ -1,10 +1,8 @@
-"""A resumed run is bitwise the run that never stopped.
-
-Runs share one launch, because starting ranks takes longer than training them.
-"""
+"""A resumed run is bitwise the run that never stopped."""
 
 from __future__ import annotations
 
+import functools
 import os
 import shutil
 import signal
@@ -26,8 +24,9 @@ from megatron_snip.trainer.model import (
     destroy_parallel_state,
     initialize_parallel_state,
 )
+from tests.distributed.damage import empty_metadata, flip_a_bit, truncate
 from tests.distributed.launch import run_ranks
-from tests.distributed.layouts import EP2, OVERLAP, SP, TP2, VPP, names, selected
+from tests.distributed.layouts import EP2, OVERLAP, SP, TP2, VPP, names
 from tests.distributed.small_model import digest, prepare_rank
 from tests.distributed.train_command import TINY, command, read_rows, run_command
 
@@ -140,18 +139,20 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def two_ranks(request: pytest.FixtureRequest, folder: Path) -> Results:
-    runs: dict[str, Any] = {}
-    for name, (before, after) in selected(request, LAYOUTS).items():
-        runs |= runs_of(name, before, after, folder)
-    return run_ranks(2, RUN_ALL, {"runs": runs})
+def two_ranks(folder: Path) -> Callable[[str], Results]:
+    """What each rank returned in the runs of a pair of layouts."""
+    return functools.cache(
+        lambda name: run_ranks(2, RUN_ALL, {"runs": runs_of(name, *LAYOUTS[name], folder)})
+    )
 
 
 @pytest.mark.parametrize("name", names(LAYOUTS, FAST))
-def test_a_resumed_run_is_the_run_that_never_stopped(two_ranks: Results, name: str) -> None:
+def test_a_resumed_run_is_the_run_that_never_stopped(
+    two_ranks: Callable[[str], Results], name: str
+) -> None:
     """Bit by bit in the same layout; in another one only the order of sums differs."""
     before, after = LAYOUTS[name]
-    for results in two_ranks:
+    for results in two_ranks(name):
         complete, resumed = results[name], results[f"{name}: resumed"]
         stopped = results[f"{name}: stopped"]  # by a signal to rank 1
         assert (stopped["iterations"], stopped["stopped"]) == (STOP, "SIGUSR1")
@@ -170,34 +171,15 @@ def test_a_resumed_run_is_the_run_that_never_stopped(two_ranks: Results, name: s
 
 @pytest.mark.parametrize("name", ["tp2 snip"])
 def test_a_resumed_run_applies_the_plan_that_was_being_solved(
-    two_ranks: Results, folder: Path, name: str
+    two_ranks: Callable[[str], Results], folder: Path, name: str
 ) -> None:
-    rows = two_ranks[0][f"{name}: resumed"]["metrics"]
+    rows = two_ranks(name)[0][f"{name}: resumed"]["metrics"]
     assert [row["lowest_precision_fraction"] > 0 for row in rows] == [False] * 4 + [True] * 2
     complete, resumed = (read_plan(folder / name / f / "plans/3.json") for f in ("complete", "run"))
     assert resumed.digest == complete.digest
 
 
 # ---- damaged checkpoints and full disks -------------------------------------------------------
-
-
-def truncate(path: Path) -> str:
-    file = next(path.glob("*.distcp"))
-    os.truncate(file, 100)
-    return file.name
-
-
-def empty_metadata(path: Path) -> str:
-    os.truncate(path / ".metadata", 0)
-    return ".metadata"
-
-
-def flip_a_bit(path: Path) -> str:
-    file = max(path.glob("*.distcp"), key=lambda file: file.stat().st_size)
-    data = bytearray(file.read_bytes())
-    data[len(data) // 2] ^= 1
-    file.write_bytes(data)
-    return file.name
 
 
 DAMAGES: list[Callable[[Path], str]] = [truncate, empty_metadata, flip_a_bit]

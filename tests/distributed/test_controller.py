@@ -1,7 +1,6 @@
 """The cycle on two ranks: it closes, replays, resumes, and refuses what cannot work."""
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ from megatron_snip.run.step import zero_gradients
 from megatron_snip.trainer.data import iteration_batches
 from megatron_snip.trainer.model import forward_step
 from megatron_snip.types import Gemm
-from tests.distributed.launch import ROOT, Server
+from tests.distributed.launch import ROOT, run_ranks
 from tests.distributed.layouts import TP2
 from tests.distributed.small_model import NARROW, Trainer, layout
 
@@ -43,17 +42,9 @@ REPLAYED = ("losses", "weights", "optimizer", "history", "digest")
 """What is the same, bit by bit, in a run that is repeated."""
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[Server]:
-    running = Server(preload=["tests.distributed.small_model"])
-    yield running
-    running.close()
-
-
-def on_ranks(server: Server, name: str, num_ranks: int = 2, **arguments: Any) -> list[Any]:
+def on_ranks(name: str, num_ranks: int = 2, **arguments: Any) -> list[Any]:
     """What a function of this module returned on each rank."""
-    function = f"tests.distributed.test_controller:{name}"
-    return server.run(num_ranks, function, arguments, join=True).finished()
+    return run_ranks(num_ranks, f"tests.distributed.test_controller:{name}", arguments)
 
 
 @pytest.fixture(scope="module")
@@ -62,9 +53,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def uninterrupted(server: Server, folder: Path) -> list[dict[str, Any]]:
+def uninterrupted(folder: Path) -> list[dict[str, Any]]:
     """On each rank: a run at once, whose directory is `folder`."""
-    return on_ranks(server, "train", snip=SNIP, parts=[NUM_ITERATIONS], folder=str(folder))
+    return on_ranks("train", snip=SNIP, parts=[NUM_ITERATIONS], folder=str(folder))
 
 
 def train(snip: dict[str, Any], parts: list[int], folder: str | None = None) -> dict[str, Any]:
@@ -115,17 +106,17 @@ def test_plans_are_applied_lag_steps_after_they_were_measured(
     assert first["history"] == second["history"]
 
 
-def test_a_run_replays_bit_by_bit(server: Server, uninterrupted: list[dict[str, Any]]) -> None:
-    again = on_ranks(server, "train", snip=SNIP, parts=[NUM_ITERATIONS])
+def test_a_run_replays_bit_by_bit(uninterrupted: list[dict[str, Any]]) -> None:
+    again = on_ranks("train", snip=SNIP, parts=[NUM_ITERATIONS])
     for rank, wanted in zip(again, uninterrupted, strict=True):
         assert {key: rank[key] for key in REPLAYED} == {key: wanted[key] for key in REPLAYED}
 
 
 def test_a_run_resumes_bit_by_bit_and_reports_its_plan_at_once(
-    server: Server, uninterrupted: list[dict[str, Any]]
+    uninterrupted: list[dict[str, Any]],
 ) -> None:
     """It is stopped while its problem is being solved, and again under its plan."""
-    resumed = on_ranks(server, "train", snip={**SNIP, "alert": ALERT}, parts=[2, 2, 5])
+    resumed = on_ranks("train", snip={**SNIP, "alert": ALERT}, parts=[2, 2, 5])
     for rank, wanted in zip(resumed, uninterrupted, strict=True):
         assert {key: rank[key] for key in REPLAYED} == {key: wanted[key] for key in REPLAYED}
         assert rank["applied"] == [[], [[3, 2, False]], [[5, 2, True], [7, 6, False]]]
@@ -133,9 +124,9 @@ def test_a_run_resumes_bit_by_bit_and_reports_its_plan_at_once(
         assert alerts == [[(2, "health")], [], []]  # each linear is named once
 
 
-def test_collecting_makes_no_plan(server: Server) -> None:
+def test_collecting_makes_no_plan() -> None:
     snip = {**SNIP, "collect_only": True, "alert": ALERT}
-    for rank in on_ranks(server, "train", snip=snip, parts=[NUM_ITERATIONS]):
+    for rank in on_ranks("train", snip=snip, parts=[NUM_ITERATIONS]):
         assert rank["measured"] == [2, 6]
         assert rank["history"] == []
         assert set(rank["fractions"]) == {0.0}
@@ -164,21 +155,21 @@ def test_the_run_directory_holds_what_was_decided(
 
 
 @pytest.fixture(scope="module")
-def healed(server: Server) -> list[dict[str, Any]]:
-    return on_ranks(server, "train", snip=HEALED, parts=[18])
+def healed() -> list[dict[str, Any]]:
+    return on_ranks("train", snip=HEALED, parts=[18])
 
 
 @pytest.fixture(scope="module")
-def static(server: Server) -> list[dict[str, Any]]:
-    return on_ranks(server, "train", snip=STATIC, parts=[18])
+def static() -> list[dict[str, Any]]:
+    return on_ranks("train", snip=STATIC, parts=[18])
 
 
 @pytest.mark.parametrize(("name", "snip"), [("healed", HEALED), ("static", STATIC)])
 def test_a_schedule_of_targets_resumes_bit_by_bit(
-    server: Server, request: pytest.FixtureRequest, name: str, snip: dict[str, Any]
+    request: pytest.FixtureRequest, name: str, snip: dict[str, Any]
 ) -> None:
     straight = request.getfixturevalue(name)
-    resumed = on_ranks(server, "train", snip=snip, parts=[4, 6, 8])
+    resumed = on_ranks("train", snip=snip, parts=[4, 6, 8])
     for rank, wanted in zip(resumed, straight, strict=True):
         for key in (*REPLAYED, "plans", "measured", "warnings"):
             assert rank[key] == wanted[key], key
@@ -232,9 +223,9 @@ def test_a_policy_that_does_not_measure_follows_the_schedule(static: list[dict[s
     ],
 )
 def test_what_cannot_work_is_refused_on_every_rank(
-    server: Server, tmp_path: Path, snip: dict[str, Any], wanted: str
+    tmp_path: Path, snip: dict[str, Any], wanted: str
 ) -> None:
-    first, second = on_ranks(server, "refusal", snip=snip, folder=str(tmp_path))
+    first, second = on_ranks("refusal", snip=snip, folder=str(tmp_path))
     assert first == second
     kind, message = first
     assert kind == "UsageError"
@@ -268,9 +259,9 @@ def write_misfit(trainer: Trainer, file: Path) -> None:
     dist.barrier()
 
 
-def test_a_loop_of_ones_own_trains_as_the_trainers(server: Server) -> None:
+def test_a_loop_of_ones_own_trains_as_the_trainers() -> None:
     """The code of docs/extending.md, against the embedded trainer's loop: bit for bit."""
-    for result in on_ranks(server, "own_loop"):
+    for result in on_ranks("own_loop"):
         assert result["lines"] < 30
         assert result["shown"] == result["trainer"]
         assert [iteration for iteration, _ in result["shown"]["history"]] == [13, 23]
@@ -307,9 +298,9 @@ def own_loop() -> dict[str, Any]:
     }
 
 
-def test_of_a_repeated_iteration_the_last_run_is_measured(server: Server) -> None:
+def test_of_a_repeated_iteration_the_last_run_is_measured() -> None:
     """Megatron repeats an iteration whose result it doubts, and goes on with the last gradients."""
-    (runs,) = on_ranks(server, "repeated", num_ranks=1)
+    (runs,) = on_ranks("repeated", num_ranks=1)
     assert runs["repeated"] == runs["once"]
 
 

@@ -9,8 +9,18 @@ from typing import Any
 
 import pytest
 
-from tests.distributed.launch import run_ranks
-from tests.distributed.layouts import EP2, OVERLAP, PP2, RECOMPUTE, SP, TP2, VPP, names, results_on
+from tests.distributed.layouts import (
+    EP2,
+    OVERLAP,
+    PP2,
+    RECOMPUTE,
+    SP,
+    TP2,
+    VPP,
+    OnRanks,
+    names,
+    results_on,
+)
 from tests.distributed.small_model import NARROW, layout, save_random_plan
 
 WORKER = "tests.distributed.test_frozen:with_and_without"
@@ -29,17 +39,14 @@ MODEL |= {"attention_dropout": 0.1, "hidden_dropout": 0.1}
 STEPS = 30
 
 
-def with_and_without(layouts: dict[str, dict[str, Any]], folder: str) -> dict[str, Any]:
-    """On ranks: train each layout under a frozen plan, observed and not; and with no plan at all.
+def with_and_without(values: dict[str, Any], folder: str) -> dict[str, Any]:
+    """On ranks: train under a frozen plan, observed and not; and with no plan at all.
 
     Observed under a policy's plan, and not observed under the same plan from a file; and with
     `collect_only` against Megatron's own loop.
     """
+    values = {**MODEL, **values}
     file = Path(folder) / "plan.json"
-    return {name: _runs({**MODEL, **values}, file) for name, values in layouts.items()}
-
-
-def _runs(values: dict[str, Any], file: Path) -> dict[str, Any]:
     with layout(values) as trainer:
         save_random_plan(trainer, file)
     frozen = {"collect_only": True, "plan_file": file}
@@ -99,27 +106,27 @@ def check(result: dict[str, Any]) -> None:
     assert len(set(without["losses"])) == STEPS  # it did train
 
 
+one_rank = results_on(1, WORKER, {"one": {}}, folder=True)
 two_ranks = results_on(2, WORKER, TWO, folder=True)
 
 
 @pytest.mark.slow
-def test_refreshes_leave_no_trace_on_one_rank(tmp_path: Path) -> None:
-    (result,) = run_ranks(1, WORKER, {"layouts": {"one": {}}, "folder": str(tmp_path)})
-    check(result["one"])
+def test_refreshes_leave_no_trace_on_one_rank(one_rank: OnRanks) -> None:
+    check(one_rank("one")[0])
 
 
 @pytest.mark.parametrize("name", names(TWO, ["tp sp", "dp distributed optimizer"]))
-def test_refreshes_leave_no_trace_on_two_ranks(two_ranks: list[dict[str, Any]], name: str) -> None:
-    for result in two_ranks:
-        check(result[name])
+def test_refreshes_leave_no_trace_on_two_ranks(two_ranks: OnRanks, name: str) -> None:
+    for result in two_ranks(name):
+        check(result)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "other"), [("tp", "tp recompute"), ("tp", "tp other seed")])
 def test_recomputed_layers_draw_the_same_dropout_and_another_seed_does_not(
-    two_ranks: list[dict[str, Any]], name: str, other: str
+    two_ranks: OnRanks, name: str, other: str
 ) -> None:
-    for result in two_ranks:
+    for one, two in zip(two_ranks(name), two_ranks(other), strict=True):
         for bits in ("losses", "weights", "optimizer"):
-            equal = result[name]["without"][bits] == result[other]["without"][bits]
+            equal = one["without"][bits] == two["without"][bits]
             assert equal == (other == "tp recompute"), bits

@@ -6,9 +6,10 @@ tests where rounding is to nearest, and in FP64.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -292,12 +293,21 @@ def _gathered(x: torch.Tensor) -> list[torch.Tensor]:
 TOLERANCE = {"gated bf16": 2.0**-7}
 
 
+@pytest.fixture(scope="module")
+def errors() -> Callable[[int], list[dict[str, Any]]]:
+    """What `quantized_linears` finds on so many ranks."""
+    return cache(lambda ranks: run_ranks(ranks, "tests.distributed.test_linears:quantized_linears"))
+
+
 @pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.slow), 2])
-def test_gemms_are_those_of_the_dequantized_operands(ranks: int) -> None:
-    for result in run_ranks(ranks, "tests.distributed.test_linears:quantized_linears"):
-        for case, options in result.items():
-            for option, errors in options.items():
-                assert {"output", "input grad"} < set(errors)
-                for key, error in errors.items():
-                    good = error if isinstance(error, bool) else error < TOLERANCE.get(case, 2e-6)
-                    assert good, f"{case} in {option}: {key}: {error}"
+@pytest.mark.parametrize("case", CASES)
+def test_gemms_are_those_of_the_dequantized_operands(
+    errors: Callable[[int], list[dict[str, Any]]], ranks: int, case: str
+) -> None:
+    for result in errors(ranks):
+        assert set(result[case]) == set(OPTIONS)
+        for option, found in result[case].items():
+            assert {"output", "input grad"} < set(found)
+            for key, error in found.items():
+                good = error if isinstance(error, bool) else error < TOLERANCE.get(case, 2e-6)
+                assert good, f"{option}: {key}: {error}"

@@ -2,7 +2,6 @@
 
 import json
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +12,9 @@ from megatron_snip.errors import SnipError
 from megatron_snip.planning.plan import PrecisionPlan, write_plan
 from megatron_snip.run.loss_monitor import WATCHED_ITERATIONS
 from megatron_snip.run.state import ControllerState
-from tests.distributed.launch import Server
+from tests.distributed.launch import run_ranks
 from tests.distributed.layouts import TP2
-from tests.distributed.small_model import NARROW, layout
+from tests.distributed.small_model import NARROW, SolverHere, layout
 
 MODEL = {**NARROW, **TP2}
 SNIP: dict[str, Any] = {"interval": 6, "start_step": 2, "lag": 2, "efficiency_target": 0.5}
@@ -33,8 +32,9 @@ def resume(
     former: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
     """On ranks: train, stop after iteration `stop`, resume with `changes`, train two iterations."""
+    solver = SolverHere()
     with layout({**MODEL, "train_iters": 20}) as trainer:
-        controller = trainer.controller({**SNIP, **(former or {})})
+        controller = trainer.controller({**SNIP, **(former or {})}, solver)
         trainer.advance(stop, controller)
         saved = json.loads(json.dumps(controller.state(stop).to_dict()))
         before = controller.plan
@@ -44,7 +44,7 @@ def resume(
             saved[name] |= value
         state = ControllerState.from_dict(saved)
         try:
-            controller = trainer.controller({**SNIP, **(former or {}), **changes}, state=state)
+            controller = trainer.controller({**SNIP, **(former or {}), **changes}, solver, state)
         except SnipError as error:
             return {"error": str(error)}
         at_start = controller.plan
@@ -86,7 +86,7 @@ def start(snip: dict[str, Any], file: str) -> str:
             write_plan(controller.plan, Path(file))
         dist.barrier()
         try:
-            trainer.controller({**SNIP, **snip, "plan_file": Path(file)}).close()
+            trainer.controller({**SNIP, **snip, "plan_file": Path(file)}, SolverHere()).close()
         except SnipError as error:
             return str(error)
     return ""
@@ -95,7 +95,7 @@ def start(snip: dict[str, Any], file: str) -> str:
 def start_by_default(formats: str) -> list[float]:
     """On ranks: start without a target; return the run's, and what writers get of it later."""
     with layout({**MODEL, "train_iters": 20}) as trainer:
-        controller = trainer.controller({"formats": formats})
+        controller = trainer.controller({"formats": formats}, SolverHere())
         controller.close()
         later = [settings.values["efficiency_target"] for _, settings in trainer.events.settings]
         return [controller.config.efficiency_target, *later]
@@ -109,17 +109,9 @@ def turn_on() -> list[int]:
         return [iteration for iteration, _ in trainer.events.applied]
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[Server]:
-    running = Server(preload=["tests.distributed.small_model"])
-    yield running
-    running.close()
-
-
-def on_ranks(server: Server, name: str, **arguments: Any) -> Any:
+def on_ranks(name: str, **arguments: Any) -> Any:
     """What rank 0 returned; all ranks returned the same."""
-    function = f"tests.distributed.test_resume:{name}"
-    first, second = server.run(2, function, arguments, join=True).finished()
+    first, second = run_ranks(2, f"tests.distributed.test_resume:{name}", arguments)
     log_of_rank_0 = first.pop("warnings", []) if isinstance(first, dict) else []
     if isinstance(second, dict):
         second.pop("warnings", None)
@@ -127,12 +119,12 @@ def on_ranks(server: Server, name: str, **arguments: Any) -> Any:
     return {**first, "warnings": log_of_rank_0} if isinstance(first, dict) else first
 
 
-def test_a_run_that_turns_snip_on_reports_its_first_plan_where_it_is(server: Server) -> None:
-    assert on_ranks(server, "turn_on") == [STOPPED_AT + 1]
+def test_a_run_that_turns_snip_on_reports_its_first_plan_where_it_is() -> None:
+    assert on_ranks("turn_on") == [STOPPED_AT + 1]
 
 
-def test_new_formats_hold_from_the_first_iteration(server: Server) -> None:
-    run = on_ranks(server, "resume", changes={"formats": "bf16,fp8"})
+def test_new_formats_hold_from_the_first_iteration() -> None:
+    run = on_ranks("resume", changes={"formats": "bf16,fp8"})
     lowered = run["before"].count("fp4")
     assert lowered > 0
     assert set(run["at start"]) == {"fp8"}
@@ -146,9 +138,9 @@ def test_new_formats_hold_from_the_first_iteration(server: Server) -> None:
     assert f"{lowered} of 8 linears raised to fp8: --snip-formats" in line
 
 
-def test_new_pins_and_a_new_target_hold_from_the_first_iteration(server: Server) -> None:
+def test_new_pins_and_a_new_target_hold_from_the_first_iteration() -> None:
     changes = {"pins": "*=bf16", "efficiency_target": 0.0, "formats": "bf16,fp8,fp4"}
-    run = on_ranks(server, "resume", changes=changes)
+    run = on_ranks("resume", changes=changes)
     assert set(run["at start"]) == set(run["first iteration"]) == {"bf16"}
     assert run["fractions"] == [0.0, 0.0]
     (line,) = run["warnings"]
@@ -156,11 +148,11 @@ def test_new_pins_and_a_new_target_hold_from_the_first_iteration(server: Server)
     assert "efficiency_target 0.5 -> 0.0" in line
 
 
-def test_a_new_target_is_planned_for_from_the_checkpoints_measurements(server: Server) -> None:
-    before = on_ranks(server, "resume", changes={})
+def test_a_new_target_is_planned_for_from_the_checkpoints_measurements() -> None:
+    before = on_ranks("resume", changes={})
     assert before["warnings"] == before["notices"] == []
     assert before["at start"] == before["first iteration"] == before["before"]
-    run = on_ranks(server, "resume", changes={"target_schedule": "0:0.2"})
+    run = on_ranks("resume", changes={"target_schedule": "0:0.2"})
     assert 0.2 <= run["fractions"][0] < before["fractions"][0]
     assert run["plans"] == [[6, 2, True], [6, 5, False]]
     assert [iteration for iteration, _ in run["history"]] == [4, 6]
@@ -169,54 +161,50 @@ def test_a_new_target_is_planned_for_from_the_checkpoints_measurements(server: S
 @pytest.mark.parametrize(
     ("changes", "share"), [({"formats": "bf16,fp8"}, 0.0), ({"target_schedule": "0:0.2"}, 0.3)]
 )
-def test_a_plan_in_flight_follows_the_new_settings(
-    server: Server, changes: dict[str, Any], share: float
-) -> None:
-    run = on_ranks(server, "resume", changes=changes, stop=IN_FLIGHT)
+def test_a_plan_in_flight_follows_the_new_settings(changes: dict[str, Any], share: float) -> None:
+    run = on_ranks("resume", changes=changes, stop=IN_FLIGHT)
     assert [shares.get("fp4", 0.0) <= share for shares in run["shares"]] == [True]
     assert run["plans"] == [[4, 3, False]]
-    unchanged = on_ranks(server, "resume", changes={}, stop=IN_FLIGHT)
+    unchanged = on_ranks("resume", changes={}, stop=IN_FLIGHT)
     assert unchanged["plans"] == [[4, 2, False]]
     assert unchanged["shares"][0]["fp4"] > 0.4
 
 
-def test_another_policy_plans_at_once(server: Server) -> None:
-    run = on_ranks(server, "resume", changes={"policy": "uniform-fp8"})
+def test_another_policy_plans_at_once() -> None:
+    run = on_ranks("resume", changes={"policy": "uniform-fp8"})
     assert set(run["at start"]) == {"fp8"}
     assert run["plans"] == [[6, 5, False]]  # a file of its own in the run's directory
-    run = on_ranks(server, "resume", changes={"policy": "min-abs-err"})
+    run = on_ranks("resume", changes={"policy": "min-abs-err"})
     assert run["plans"][-1][:2] == [6, 5]
 
 
-def test_new_pins_leave_what_the_guard_may_go_back_to(server: Server) -> None:
-    run = on_ranks(server, "resume", changes={"pins": "*.layers.0.*=fp8"})
+def test_new_pins_leave_what_the_guard_may_go_back_to() -> None:
+    run = on_ranks("resume", changes={"pins": "*.layers.0.*=fp8"})
     assert run["at start"][:4] == ["fp8"] * 4
     assert run["at start"][4:] == run["before"][4:]
     assert run["watched"] == WATCHED_ITERATIONS
     assert run["fallback"] == ["fp8"] * 4 + ["bf16"] * 4  # the plan before, with the pins
 
 
-def test_writers_get_the_default_target_that_the_linears_can_reach(server: Server) -> None:
-    assert on_ranks(server, "start_by_default", formats="fp8,fp4") == [0.75]
-    assert on_ranks(server, "start_by_default", formats="fp8,fp8-fp4-fp4") == [0.5, 0.5]
+def test_writers_get_the_default_target_that_the_linears_can_reach() -> None:
+    assert on_ranks("start_by_default", formats="fp8,fp4") == [0.75]
+    assert on_ranks("start_by_default", formats="fp8,fp8-fp4-fp4") == [0.5, 0.5]
 
 
-def test_collecting_after_a_resume_runs_in_bf16(server: Server) -> None:
-    run = on_ranks(server, "resume", changes={"collect_only": True})
+def test_collecting_after_a_resume_runs_in_bf16() -> None:
+    run = on_ranks("resume", changes={"collect_only": True})
     assert set(run["at start"]) == set(run["first iteration"]) == {"bf16"}
 
 
-def test_a_new_plan_file_is_the_plan_and_the_same_one_is_not(
-    server: Server, tmp_path: Path
-) -> None:
+def test_a_new_plan_file_is_the_plan_and_the_same_one_is_not(tmp_path: Path) -> None:
     file = tmp_path / "fp4.json"
-    assert on_ranks(server, "start", snip={}, file=str(file)) == ""
-    run = on_ranks(server, "resume", changes={"plan_file": str(file)})
+    assert on_ranks("start", snip={}, file=str(file)) == ""
+    run = on_ranks("resume", changes={"plan_file": str(file)})
     assert set(run["at start"]) == set(run["first iteration"]) == {"fp4"}
     # The guard judges it as it does every plan, and can go back to the checkpoint's.
     assert run["watched"] == WATCHED_ITERATIONS
     assert run["fallback"] == run["before"]
-    run = on_ranks(server, "resume", changes={}, former={"plan_file": str(file)})
+    run = on_ranks("resume", changes={}, former={"plan_file": str(file)})
     assert run["at start"] == run["before"]
     assert run["watched"] == WATCHED_ITERATIONS - 2  # of the stopped run, since iteration 4
     assert "fp8" in run["before"]
@@ -235,22 +223,20 @@ def test_a_new_plan_file_is_the_plan_and_the_same_one_is_not(
     ],
 )
 def test_a_plan_file_that_contradicts_another_setting_is_refused(
-    server: Server, tmp_path: Path, snip: dict[str, Any], wanted: str
+    tmp_path: Path, snip: dict[str, Any], wanted: str
 ) -> None:
-    error = on_ranks(server, "start", snip=snip, file=str(tmp_path / "fp4.json"))
+    error = on_ranks("start", snip=snip, file=str(tmp_path / "fp4.json"))
     assert error.startswith("plan_file: ")
     assert re.search(wanted, error), error
 
 
 @pytest.mark.parametrize("due", [10**9, 4])
-def test_a_plan_in_flight_is_never_due_later_than_the_lag_allows(server: Server, due: int) -> None:
-    run = on_ranks(
-        server, "resume", changes={}, stop=IN_FLIGHT, damage={"solve": {"apply_at": due}}
-    )
+def test_a_plan_in_flight_is_never_due_later_than_the_lag_allows(due: int) -> None:
+    run = on_ranks("resume", changes={}, stop=IN_FLIGHT, damage={"solve": {"apply_at": due}})
     assert run["plans"] == [[4, 2, False]]
 
 
-def test_a_problem_of_another_model_leaves_the_plan(server: Server) -> None:
+def test_a_problem_of_another_model_leaves_the_plan() -> None:
     problem = {
         "version": 1,
         "target": 0.5,
@@ -263,15 +249,13 @@ def test_a_problem_of_another_model_leaves_the_plan(server: Server) -> None:
             }
         ],
     }
-    run = on_ranks(
-        server, "resume", changes={}, stop=IN_FLIGHT, damage={"solve": {"problem": problem}}
-    )
+    run = on_ranks("resume", changes={}, stop=IN_FLIGHT, damage={"solve": {"problem": problem}})
     assert run["plans"] == []
     (notice,) = run["notices"]
     assert "the planning problem in the checkpoint is that of another model" in notice
 
 
-def test_a_problem_in_flight_loses_options_that_the_formats_do_not_have(server: Server) -> None:
+def test_a_problem_in_flight_loses_options_that_the_formats_do_not_have() -> None:
     """An edited checkpoint: its problem has an option in fp3, which nothing measured."""
     names = [
         f"decoder.layers.{layer}.{module}"
@@ -290,7 +274,5 @@ def test_a_problem_in_flight_loses_options_that_the_formats_do_not_have(server: 
     }
     linears = [{"name": n, "stage": 0, "flops": 1.0, "options": options} for n in names]
     problem = {"version": 1, "target": 0.5, "linears": linears}
-    run = on_ranks(
-        server, "resume", changes={}, stop=IN_FLIGHT, damage={"solve": {"problem": problem}}
-    )
+    run = on_ranks("resume", changes={}, stop=IN_FLIGHT, damage={"solve": {"problem": problem}})
     assert run["shares"] == [{"fp4": 1.0}]

@@ -12,7 +12,7 @@ from tests.distributed.launch import run_ranks
 from tests.distributed.layouts import OVERLAP, SHARDED
 from tests.distributed.small_model import Trainer, layout
 from tests.unit.statistics.equations import Toy, axis_topology, largest_error, row_of
-from tests.unit.statistics.test_health import check_health
+from tests.unit.statistics.health_definitions import check_health
 
 TOYS: dict[str, dict[str, Any]] = {
     "column": {"kind": "column", "axis": "tensor"},
@@ -27,11 +27,6 @@ OPTIMIZERS: dict[str, tuple[str, dict[str, Any]]] = {
     "bf16 distributed": ("DistributedOptimizer", {"bf16": True, **SHARDED}),
     "bf16 distributed, overlapped": ("DistributedOptimizer", {"bf16": True, **OVERLAP}),
 }
-
-
-def all_checks(cases: dict[str, Any], layouts: dict[str, Any]) -> dict[str, Any]:
-    """On ranks: everything in one process group: starting one takes longer than the checks."""
-    return {"toys": toys(cases), "sensitivities": sensitivities(layouts)}
 
 
 def toys(cases: dict[str, dict[str, Any]]) -> dict[str, Any]:
@@ -89,24 +84,24 @@ def _difference(found: dict[str, Sensitivity], truth: dict[str, Sensitivity]) ->
 
 
 @pytest.fixture(scope="module")
-def results() -> list[dict[str, Any]]:
-    layouts = {name: layout for name, (_, layout) in OPTIMIZERS.items()}
-    arguments = {"cases": TOYS, "layouts": layouts}
-    return run_ranks(2, "tests.distributed.test_statistics:all_checks", arguments)
+def found_of_toys() -> list[dict[str, Any]]:
+    return run_ranks(2, "tests.distributed.test_statistics:toys", {"cases": TOYS})
 
 
 @pytest.mark.parametrize("name", TOYS)
-def test_shards_of_two_ranks_add_up(results: list[dict[str, Any]], name: str) -> None:
+def test_shards_of_two_ranks_add_up(found_of_toys: list[dict[str, Any]], name: str) -> None:
     """Against the equations in FP64 NumPy that one rank is tested against."""
-    found = results[0]["toys"][name]
-    assert found == results[1]["toys"][name]
+    found = found_of_toys[0][name]
+    assert found == found_of_toys[1][name]
     toy = Toy.make(TOYS[name]["kind"], microbatches=4)
     assert largest_error(found["row"], toy.wanted()) < 2e-5
     check_health(found["health"]["linears"][0], toy)
 
 
-def test_every_optimizer_of_megatron_gives_the_same_d(results: list[dict[str, Any]]) -> None:
-    for result in (r["sensitivities"] for r in results):
+def test_every_optimizer_of_megatron_gives_the_same_d() -> None:
+    layouts = {name: layout for name, (_, layout) in OPTIMIZERS.items()}
+    worker = "tests.distributed.test_statistics:sensitivities"
+    for result in run_ranks(2, worker, {"layouts": layouts}):
         for name, (wanted, _) in OPTIMIZERS.items():
             found = result[name]
             assert wanted in found["classes"], found["classes"]

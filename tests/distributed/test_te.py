@@ -4,13 +4,15 @@ On Transformer Engine's own Python (tests/te_on_cpu). A refresh must find what i
 Megatron's own linears with the same weights and data.
 """
 
+from collections.abc import Iterator
+from contextlib import closing
 from typing import Any
 
 import pytest
 
-from tests.distributed.launch import run_ranks
+from tests.distributed.agreement import check
+from tests.distributed.launch import Server, run_ranks
 from tests.distributed.layouts import SP, TP2
-from tests.distributed.test_invariance import check
 
 pytestmark = pytest.mark.slow
 
@@ -18,20 +20,34 @@ WORDS = {"fp8": "mxfp8", "fp4": "nvfp4", "bf16": "bf16"}
 """What runs on a Blackwell GPU."""
 
 
+LAYOUT = {"values": {**TP2, **SP}}
+
+
 @pytest.fixture(scope="module")
-def ranks() -> list[dict[str, Any]]:
-    worker = "tests.distributed.te_models:everything"
-    return run_ranks(2, worker, {"values": {**TP2, **SP}})
+def server() -> Iterator[Server]:
+    """It finds Transformer Engine before it imports Megatron."""
+    with closing(Server(preload=["tests.distributed.te_models"])) as running:
+        yield running
 
 
-def test_statistics_are_those_of_megatrons_own_linears(ranks: list[dict[str, Any]]) -> None:
-    for result in ranks:
+def on_ranks(server: Server, name: str, **arguments: Any) -> list[dict[str, Any]]:
+    return run_ranks(2, f"tests.distributed.te_models:{name}", arguments, server)
+
+
+@pytest.fixture(scope="module")
+def native(server: Server) -> list[dict[str, Any]]:
+    """A refresh in Transformer Engine's recipes, of either kind of linear."""
+    return on_ranks(server, "native", **LAYOUT)
+
+
+def test_statistics_are_those_of_megatrons_own_linears(native: list[dict[str, Any]]) -> None:
+    for result in native:
         check(result["te"], result["local"])
-    assert ranks[0]["te"]["statistics"] == ranks[1]["te"]["statistics"]
+    assert native[0]["te"]["statistics"] == native[1]["te"]["statistics"]
 
 
-def test_the_plan_that_is_applied_runs(ranks: list[dict[str, Any]]) -> None:
-    for result in ranks:
+def test_the_plan_that_is_applied_runs(native: list[dict[str, Any]]) -> None:
+    for result in native:
         te = result["te"]
         assert [step for step, _ in te["history"]] == [4]
         assert set(te["plan"].values()) == {"fp8", "fp4"}
@@ -41,29 +57,30 @@ def test_the_plan_that_is_applied_runs(ranks: list[dict[str, Any]]) -> None:
 
 
 def test_simulated_on_transformer_engines_linears_is_simulated_on_megatrons_own(
-    ranks: list[dict[str, Any]],
+    server: Server,
 ) -> None:
-    for result in ranks:
-        te, local = result["simulated"], result["local simulated"]
+    for result in on_ranks(server, "simulated", **LAYOUT):
+        te, local = result["te"], result["local"]
         check(te, local)
         assert te["losses"] == pytest.approx(local["losses"], rel=1e-5)
         assert set(te["plan"].values()) == {"fp8", "fp4"}
         assert {row["recipe"] for row in te["precision"]["linears"]} == {"simulated"}
 
 
-def test_refreshes_leave_no_trace_in_training(ranks: list[dict[str, Any]]) -> None:
+def test_refreshes_leave_no_trace_in_training(server: Server) -> None:
     """With the plan frozen, a run with refreshes is bitwise the run without."""
-    for result in ranks:
+    for result in on_ranks(server, "frozen", **LAYOUT):
         measured, plain = result["with"], result["without"]
         assert measured.pop("refreshes") == 2 and plain.pop("refreshes") == 0
         assert measured["options"] == ["fp4", "fp8"] and len(measured["ran"]) > 1
         assert measured == plain
 
 
-def test_what_every_tensor_rank_holds_whole_counts_once(ranks: list[dict[str, Any]]) -> None:
+def test_what_every_tensor_rank_holds_whole_counts_once(server: Server) -> None:
     """Latent attention's down projections: statistics, plan and losses of the layout without."""
+    ranks = on_ranks(server, "latent", **LAYOUT)
     for result in ranks:
-        split, whole = result["latent"]["split"], result["latent"]["whole"]
+        split, whole = result["split"], result["whole"]
         check(split, whole)
         down = [name for name in split["plan"] if name.endswith("_down_proj")]
         assert len(down) == 2
@@ -73,18 +90,19 @@ def test_what_every_tensor_rank_holds_whole_counts_once(ranks: list[dict[str, An
             assert split["ran"][name] == [[WORDS[split["plan"][name]]] * 3]
             rows = [one["statistics"]["linears"][name] for one in (split, whole)]
             assert rows[0]["flops_per_token"] == rows[1]["flops_per_token"]
-    tables = [result["latent"]["split"]["statistics"] for result in ranks]
+    tables = [result["split"]["statistics"] for result in ranks]
     assert tables[0] == tables[1]
 
 
-def test_experts_of_both_ranks_are_rows_of_one_table(ranks: list[dict[str, Any]]) -> None:
+def test_experts_of_both_ranks_are_rows_of_one_table(server: Server) -> None:
     """That what is observed agrees with Megatron's own experts was asserted on the ranks."""
-    tokens = ranks[0]["experts"]["tokens"] | ranks[1]["experts"]["tokens"]
+    ranks = on_ranks(server, "experts")
+    tokens = ranks[0]["tokens"] | ranks[1]["tokens"]
     assert len(tokens) == 2 * 4  # layers and experts: no rank has another's
     for microbatch in range(2):
         for layer in range(2):
             own = [n for n in tokens if n.startswith(f"decoder.layers.{layer}.")]
             # A microbatch of 32 tokens of each of two ranks, two experts each.
             assert sum(tokens[name][microbatch] for name in own) == 2 * 32 * 2
-    assert ranks[0]["experts"]["rows"] == ranks[1]["experts"]["rows"]
-    assert len(ranks[0]["experts"]["rows"]) == 8
+    assert ranks[0]["rows"] == ranks[1]["rows"]
+    assert len(ranks[0]["rows"]) == 8

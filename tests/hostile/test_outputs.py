@@ -1,7 +1,7 @@
 """Hostile text in every name and label of a run's files: each output is refused or stays its text.
 
 The linears, the policy, the notices, the settings and the versions of a run get texts of
-`tests/unit/test_output.py`. Then every command that prints or writes them runs, and the strictest
+`texts.py`. Then every command that prints or writes them runs, and the strictest
 common reader of its format reads what it made: html.parser and ElementTree, csv, PyYAML, json.
 """
 
@@ -23,9 +23,9 @@ from megatron_snip.options import Option
 from megatron_snip.planning.plan import assignment_digest, read_plan
 from megatron_snip.reporting import figures, report
 from megatron_snip.reporting.events import Notice
-from tests.hostile.test_files import fuzzed
+from tests.hostile.documents import fuzzed
+from tests.hostile.texts import texts
 from tests.unit.reporting.runs import Shape, config, write_run
-from tests.unit.test_output import texts
 
 COMMANDS = (
     "stats {run}",

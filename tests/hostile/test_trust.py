@@ -2,18 +2,27 @@
 
 import ast
 import json
+import pickle
+import sys
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megatron_snip.planning.plan import write_plan
+from megatron_snip.planning.problem import read_problem
+from megatron_snip.planning.settings import PlanSettings
+from megatron_snip.planning.solver_process import SolverProcess
 from megatron_snip.reporting.run_directory import RunDirectory
 from megatron_snip.reporting.run_record import read_run
+from megatron_snip.run.state import ControllerState
+from tests.hostile.documents import DIVERGENCES, METRICS, PLAN, PROBLEM, SNIP, fuzzed, survives
 from tests.hostile.mutations import mutants
-from tests.hostile.test_files import DIVERGENCES, METRICS, PLAN, PROBLEM, SNIP, fuzzed, survives
-from tests.processes import ROOT, run_python
+from tests.processes import ROOT
 
 FORBIDDEN_MODULES = {"pickle", "cPickle", "cloudpickle", "dill", "marshal", "shelve", "joblib"}
 FORBIDDEN_CALLS = {
@@ -73,43 +82,25 @@ def test_the_search_finds() -> None:
         assert list(offences(ast.parse(text))), text
 
 
-AUDITED = """
-import sys
-found = []
-def watch(event, arguments):
-    if event == "pickle.find_class" or event in ("os.system", "marshal.loads"):
+class Watch:
+    """Records what unpickles or runs code, while it is on; a hook of Python's cannot be removed."""
+
+    def __init__(self) -> None:
+        self.is_on = False
+        self.found: list[tuple[str, str]] = []
+        sys.addaudithook(self.see)
+
+    def see(self, event: str, arguments: tuple[object, ...]) -> None:
+        if not self.is_on or event not in ("pickle.find_class", "os.system", "marshal.loads"):
+            return
         caller = sys._getframe(1).f_code.co_filename
         if event != "marshal.loads" or "importlib" not in caller:
-            found.append((event, caller, str(arguments)[:80]))
-sys.addaudithook(watch)
-import io, json, torch
-from contextlib import closing
-from pathlib import Path
-from megatron_snip.run.state import ControllerState
-from megatron_snip.planning.plan import read_plan, write_plan
-from megatron_snip.planning.problem import read_problem
-from megatron_snip.planning.settings import PlanSettings
-from megatron_snip.planning.solver_process import SolverProcess
-from megatron_snip.reporting.run_record import read_run
-def main():
-    folder = Path(sys.argv[1])
-    found.clear()  # what importing torch does is torch's
-    problem = read_problem(folder / "problems" / "0.json")
-    with closing(SolverProcess()) as solver:
-        solver.submit(problem, PlanSettings())
-        plan = solver.result(60.0)
-    write_plan(plan, folder / "plans" / "0.json")
-    run = read_run(folder)
-    state = ControllerState(1, run.plan).to_dict()
-    torch.save(state, folder / "state.pt")
-    loaded = torch.load(folder / "state.pt", weights_only=True)
-    assert ControllerState.from_dict(loaded).plan == plan
-    silent = list(found)
-    import pickle
-    pickle.loads(pickle.dumps(Path))  # the watch is awake
-    print(json.dumps([silent, len(found)]))
-main()
-"""
+            self.found.append((event, caller))
+
+
+@pytest.fixture(scope="module")
+def watch() -> Watch:
+    return Watch()
 
 
 def run_directory(path: Path) -> Path:
@@ -124,13 +115,25 @@ def run_directory(path: Path) -> Path:
     return path
 
 
-def test_nothing_is_unpickled_in_a_cycle(tmp_path: Path) -> None:
+def test_nothing_is_unpickled_in_a_cycle(tmp_path: Path, watch: Watch) -> None:
     folder = run_directory(tmp_path / "run")
-    done = run_python("-c", AUDITED, folder, cwd=ROOT)
-    assert done.returncode == 0, done.stderr
-    silent, awake = json.loads(done.stdout.splitlines()[-1])
-    assert silent == []
-    assert awake >= 1
+    watch.is_on = True
+    try:
+        problem = read_problem(folder / "problems" / "0.json")
+        with closing(SolverProcess()) as solver:
+            solver.submit(problem, PlanSettings())
+            plan = solver.result(600.0)
+        write_plan(plan, folder / "plans" / "0.json")
+        run = read_run(folder)
+        assert run.plan is not None
+        torch.save(ControllerState(1, run.plan).to_dict(), folder / "state.pt")
+        loaded = torch.load(folder / "state.pt", weights_only=True)
+        assert ControllerState.from_dict(loaded).plan == plan
+        assert watch.found == []
+        pickle.loads(pickle.dumps(Path))
+        assert [event for event, _ in watch.found] == ["pickle.find_class"]
+    finally:
+        watch.is_on = False
 
 
 FILES = {

@@ -14,7 +14,7 @@ from unittest import mock
 from megatron_snip.planning.solver_process import SolverProcess
 from megatron_snip.reporting import run_directory
 from megatron_snip.run.controller import SnipController
-from tests.distributed.test_faults import BACKWARD, BROADCAST, MOMENTS, Faults, bug
+from tests.distributed.faulty_runs import BACKWARD, BROADCAST, MOMENTS, Faults, bug
 
 SNIP = ["--snip-start-step", "3", "--snip-interval", "2", "--snip-lag", "1"]
 """Refreshes at odd iterations; their plans are due before the even ones."""

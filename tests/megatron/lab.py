@@ -3,7 +3,7 @@
 import dataclasses
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -171,3 +171,32 @@ def applied_plans(run: Run) -> list[int]:
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def killed(lab: Lab, layout: str, *flags: str) -> Path:
+    """Train, save after iteration 7 with a refresh in flight, lose every rank in iteration 8."""
+    directory = lab.output(f"killed-{layout}-{'-'.join(flags)}")
+    run = lab.run(layout, [*SNIP, *saving(directory), *flags], {"TINY_KILL_AFTER": "7"})
+    assert all(status != 0 for status in run.statuses), run.report
+    assert (directory / "latest_checkpointed_iteration.txt").read_text().strip() == "7"
+    return directory
+
+
+def resumed(lab: Lab, layout: str, load: Path, *flags: str) -> Run:
+    return lab.run(layout, [*SNIP, "--load", str(load), *flags])
+
+
+def recipes_of(run_output: Path, iteration: int) -> dict[str, str]:
+    """Recipe of each linear under the plan of an iteration, as the run recorded it."""
+    file = run_output / "precision" / f"{iteration}.json"
+    return {row["name"]: row["recipe"] for row in json.loads(file.read_text())["linears"]}
+
+
+def numbers(value: Any, place: str) -> Iterator[tuple[str, float]]:
+    """Yield every number of a JSON value, with its place."""
+    if isinstance(value, dict | list):
+        items = value.items() if isinstance(value, dict) else enumerate(value)
+        for key, item in items:
+            yield from numbers(item, f"{place}.{key}")
+    elif isinstance(value, int | float):
+        yield place, float(value)

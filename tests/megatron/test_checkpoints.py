@@ -1,35 +1,21 @@
 """Saving, being killed and resuming with Megatron's own checkpoints, in either format."""
 
 import json
-from pathlib import Path
 
 import pytest
 
-from tests.distributed.launch import Run
 from tests.megatron.lab import (
     SNIP,
     Lab,
     applied_plans,
+    killed,
     logged,
     read_lines,
+    resumed,
     saving,
     snip_lines,
     weights,
 )
-
-
-def killed(lab: Lab, layout: str, *flags: str) -> Path:
-    """Train, save after iteration 7 with a refresh in flight, lose every rank in iteration 8."""
-    directory = lab.output(f"killed-{layout}-{'-'.join(flags)}")
-    run = lab.run(layout, [*SNIP, *saving(directory), *flags], {"TINY_KILL_AFTER": "7"})
-    assert all(status != 0 for status in run.statuses), run.report
-    assert (directory / "latest_checkpointed_iteration.txt").read_text().strip() == "7"
-    return directory
-
-
-def resumed(lab: Lab, layout: str, load: Path, *flags: str) -> Run:
-    return lab.run(layout, [*SNIP, "--load", str(load), *flags])
-
 
 TORCH_FORMAT = ("--ckpt-format", "torch")
 

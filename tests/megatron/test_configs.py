@@ -5,7 +5,7 @@ import pytest
 from megatron_snip.cli.script import expand
 from tests.distributed.launch import ROOT
 from tests.megatron.lab import CPU, Lab
-from tests.unit.test_configs import FOLDER, LAYOUTS, MODELS
+from tests.published_models import FOLDER, LAYOUTS, MODELS
 
 SCRIPT = str(ROOT / "tests" / "megatron" / "read_arguments.py")
 PARAMETERS = {

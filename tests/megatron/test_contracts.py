@@ -16,10 +16,20 @@ from megatron_snip.__main__ import main
 from megatron_snip.patches.fast_flags import FAST_FLAGS
 from tests.distributed.launch import Run
 from tests.megatron import faults
+from tests.megatron.fast_flags import (
+    DELAYED_WGRAD,
+    EXPERT_OVERLAP,
+    GATHERED_BF16,
+    GRAPH,
+    GRAPHS,
+    MXFP8,
+    NVFP4,
+    SHORT,
+    SMALL,
+    STORED,
+    STREAMS,
+)
 from tests.megatron.lab import COLLECT_ONLY, SNIP, Lab, applied_plans, logged, weights
-from tests.megatron.test_expert_overlap import DELAYED, OVERLAP, STREAMS
-from tests.megatron.test_graphs import GRAPH, GRAPHS
-from tests.megatron.test_stored_weights import GATHERED_BF16, MXFP8, NVFP4, SHORT, SMALL, STORED
 
 
 class Job(NamedTuple):
@@ -53,12 +63,12 @@ PLANNED = {
     "--cuda-graph-impl transformer_engine": Job("te dp2", [*MXFP8, *GRAPHS["layers"][0]], BF16_FP8),
     "--delay-wgrad-compute or --overlap-dispatch-backward-with-experts-wgrad": Job(
         "te ep2",
-        [*MXFP8, *DELAYED],
+        [*MXFP8, *DELAYED_WGRAD],
         BF16_FP8,
     ),
     "--overlap-moe-expert-parallel-comm in an FP8 or FP4 run": Job(
         "te ep2",
-        [*MXFP8, *OVERLAP],
+        [*MXFP8, *EXPERT_OVERLAP],
         BF16_FP8,
     ),
     "--use-transformer-engine-op-fuser": Job(

@@ -4,20 +4,17 @@ import json
 
 import pytest
 
-from tests.megatron.lab import COLLECT_ONLY, SNIP, Lab, applied_plans, logged
-from tests.megatron.test_fsdp import numbers
+from tests.megatron.fast_flags import DELAYED_WGRAD, EXPERT_OVERLAP, STREAMS
+from tests.megatron.lab import COLLECT_ONLY, SNIP, Lab, applied_plans, logged, numbers
 
-OVERLAP = ["--overlap-moe-expert-parallel-comm"]
-DELAYED = [*OVERLAP, "--delay-wgrad-compute"]
 FP8 = ["--fp8-format", "e4m3", "--fp8-recipe", "mxfp8", "--train-iters", "6", "--num-layers", "2"]
 PLANS = [*FP8, *SNIP, "--snip-formats", "bf16,fp8"]
-STREAMS = {"CUDA_DEVICE_MAX_CONNECTIONS": "32"}  # Megatron asks for several
 
 
 def test_statistics_are_those_of_megatrons_ordinary_schedule(te_lab: Lab) -> None:
     folders = [
         te_lab.run("te ep2", [*FP8, *overlap, *COLLECT_ONLY], STREAMS).output / "divergences"
-        for overlap in (OVERLAP, [])
+        for overlap in (EXPERT_OVERLAP, [])
     ]
     found, expected = (
         dict(numbers(json.loads((folder / "3.json").read_text()), "")) for folder in folders
@@ -25,7 +22,9 @@ def test_statistics_are_those_of_megatrons_ordinary_schedule(te_lab: Lab) -> Non
     assert found == pytest.approx(expected, rel=1e-3)
 
 
-@pytest.mark.parametrize("overlap", [OVERLAP, DELAYED], ids=["overlap", "delayed wgrad"])
+@pytest.mark.parametrize(
+    "overlap", [EXPERT_OVERLAP, DELAYED_WGRAD], ids=["overlap", "delayed wgrad"]
+)
 def test_plans_run_as_in_the_ordinary_schedule(te_lab: Lab, overlap: list[str]) -> None:
     """Some experts in BF16: their input must outlive the forward."""
     run = te_lab.run("te ep2", [*PLANS, *overlap], STREAMS)

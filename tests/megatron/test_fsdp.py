@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 
@@ -15,11 +14,13 @@ from tests.megatron.lab import (
     SNIP,
     Lab,
     applied_plans,
+    killed,
     logged,
+    numbers,
+    resumed,
     snip_lines,
     weights,
 )
-from tests.megatron.test_checkpoints import killed, resumed
 
 LAYOUTS = ("fsdp2", "megatron-fsdp")
 
@@ -116,12 +117,3 @@ def measured(run: Run) -> Iterator[tuple[str, float]]:
     run.finished()
     for folder in ("divergences", "health"):
         yield from numbers(json.loads((run.output / folder / "3.json").read_text()), folder)
-
-
-def numbers(value: Any, place: str) -> Iterator[tuple[str, float]]:
-    if isinstance(value, dict | list):
-        items = value.items() if isinstance(value, dict) else enumerate(value)
-        for key, item in items:
-            yield from numbers(item, f"{place}.{key}")
-    elif isinstance(value, int | float):
-        yield place, float(value)

@@ -2,10 +2,8 @@
 
 import pytest
 
+from tests.megatron.fast_flags import GRAPH, GRAPHS
 from tests.megatron.lab import COLLECT_ONLY, SNIP, Lab, logged, snip_lines, weights
-
-GRAPH = ["--cuda-graph-impl", "full_iteration", "--cuda-graph-warmup-steps", "1"]
-GRAPH += ["--no-check-for-nan-in-loss-and-grad"]
 
 
 def test_measuring_beside_a_graph_of_the_iteration_changes_no_bit(lab: Lab) -> None:
@@ -28,13 +26,6 @@ def test_simulated_linears_under_a_graph_are_measured_only(lab: Lab) -> None:
 
 FP8 = ["--fp8-format", "e4m3", "--fp8-recipe", "mxfp8"]
 PLANS = [*SNIP, "--snip-formats", "bf16,fp8"]
-GRAPHS = {
-    "the iteration": (GRAPH, "captured the training step"),
-    "layers": (
-        ["--cuda-graph-impl", "transformer_engine", "--cuda-graph-warmup-steps", "1"],
-        "captured layers with 16 planned linears",
-    ),
-}
 
 
 def test_measuring_beside_graphs_of_hybrid_layers_changes_no_bit(te_lab: Lab) -> None:

@@ -8,8 +8,7 @@ import json
 import pytest
 
 from tests.megatron import lab as settings
-from tests.megatron.lab import Lab, applied_plans, logged, weights
-from tests.megatron.test_te import options
+from tests.megatron.lab import Lab, applied_plans, logged, recipes_of, weights
 
 SIMULATE = ["--snip-backend", "simulate"]  # the machine has no tensor cores
 SNIP, COLLECT_ONLY = [*settings.SNIP, *SIMULATE], [*settings.COLLECT_ONLY, *SIMULATE]
@@ -64,7 +63,7 @@ def test_models_run_the_recipes_of_transformer_engine(te_lab: Lab, layout: str) 
     run = te_lab.run(layout, settings.SNIP)
     assert applied_plans(run) == [5, 9], run.report
     assert logged(run)[4] == logged(plain)[4] and logged(run)[5] != logged(plain)[5]
-    recipes = options(run.output, 5)
+    recipes = recipes_of(run.output, 5)
     # Half of in_proj, 292 rows, is no multiple of 16.
     odd = {n for n in recipes if n.endswith("in_proj")} if layout == "hybrid" else set()
     assert {name for name, recipe in recipes.items() if recipe == "bf16"} == odd

@@ -2,21 +2,15 @@
 
 import pytest
 
+from tests.megatron.fast_flags import GATHERED_BF16, MXFP8, NVFP4, SHORT, SMALL, STORED
 from tests.megatron.lab import COLLECT_ONLY, SNIP, Lab, applied_plans, logged, weights
 
-MXFP8 = ["--fp8-format", "e4m3", "--fp8-recipe", "mxfp8"]
 TENSORWISE = ["--fp8-format", "hybrid", "--fp8-recipe", "tensorwise"]
-NVFP4 = ["--fp4-format", "e2m1", "--fp4-recipe", "nvfp4"]
-STORED = "--fp8-param-gather"
-GATHERED_BF16 = [*MXFP8, STORED, "--reuse-grad-buf-for-mxfp8-param-ag"]
 JOBS = {
     "nvfp4": ("te dp2", [*NVFP4, "--fp4-param-gather"]),
     "tensorwise": ("te dp2", [*TENSORWISE, STORED]),
     "tensorwise, FSDP": ("te megatron-fsdp", [*TENSORWISE, STORED]),
 }
-SMALL = ["--num-layers", "2"]
-SHORT = [*SMALL, "--train-iters", "4"]
-"""Measured in iteration 3; iteration 4 shows whether that left a trace."""
 PLANS = [*SMALL, "--train-iters", "6", *SNIP]
 """A plan runs from iteration 5 on."""
 UNCLIPPED = ["--clip-grad", "0"]

@@ -1,17 +1,8 @@
 """Plans on Transformer Engine's linears: its own Python, as on Blackwell, through `pretrain`."""
 
-import json
-from pathlib import Path
-
 import pytest
 
-from tests.megatron.lab import SNIP, Lab, applied_plans, logged, saving, weights
-
-
-def options(run_output: Path, iteration: int) -> dict[str, str]:
-    """Recipe of each linear under the plan of an iteration, as the run recorded it."""
-    file = run_output / "precision" / f"{iteration}.json"
-    return {row["name"]: row["recipe"] for row in json.loads(file.read_text())["linears"]}
+from tests.megatron.lab import SNIP, Lab, applied_plans, logged, recipes_of, saving, weights
 
 
 @pytest.mark.parametrize("layout", ["te", "te tp2"])
@@ -23,7 +14,7 @@ def test_a_run_measures_plans_and_trains_on(te_lab: Lab, layout: str) -> None:
     before, after = logged(plain), logged(run)
     assert [after[i] for i in range(1, 5)] == [before[i] for i in range(1, 5)]
     assert after[5] != before[5]
-    recipes = options(run.output, 5)
+    recipes = recipes_of(run.output, 5)
     assert {"nvfp4"} < set(recipes.values()) <= {"bf16", "mxfp8", "nvfp4"}
     assert len(recipes) == 16
 
@@ -44,7 +35,7 @@ def test_a_mixed_option_trains_by_its_name(
     run.finished()
     assert applied_plans(run) == [5, 9], run.report
     assert f"the efficiency target is {target}, 0.75 of the " in run.logs[0]
-    assert set(options(run.output, 5).values()) == {"mxfp8", recipe}
+    assert set(recipes_of(run.output, 5).values()) == {"mxfp8", recipe}
 
 
 def test_what_is_measured_only_changes_no_bit(te_lab: Lab) -> None:

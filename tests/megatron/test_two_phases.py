@@ -11,7 +11,7 @@ from megatron_snip.__main__ import main
 from megatron_snip.planning.plan import read_plan
 from tests.megatron.lab import COLLECT_ONLY, SNIP, Lab, logged
 from tests.processes import ROOT
-from tests.unit.docs.test_commands import commands_in
+from tests.unit.docs.shown_commands import commands_in
 
 PAGE = ROOT / "docs" / "two-phases.md"
 LAYOUT = "one hybrid"

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.distributed.test_kills import run_killed, run_uninterrupted
+from tests.distributed.killed_runs import run_killed, run_uninterrupted
 
 
 @pytest.fixture(scope="module")

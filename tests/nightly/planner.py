@@ -9,7 +9,7 @@ zeros, negative losses and losses over 12 decades.
 import pytest
 
 from tests.unit.planning.instances import random_instance
-from tests.unit.planning.test_planner import check_against_enumeration, check_against_highs
+from tests.unit.planning.optimality import check_against_enumeration, check_against_highs
 
 MEDIUM = (20, 60)
 """Numbers of linears of the instances that HiGHS judges."""

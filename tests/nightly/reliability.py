@@ -26,8 +26,8 @@ from pathlib import Path
 
 import psutil
 
+from tests.distributed.damage import flip_a_bit, truncate
 from tests.distributed.launch import RANK_ENVIRONMENT, ROOT, free_port
-from tests.distributed.test_checkpoints import flip_a_bit, truncate
 from tests.megatron.lab import MODEL
 
 PAGE = ROOT / "docs" / "reliability.md"

@@ -37,7 +37,7 @@ if os.environ.get("SNIP_TE_REAL") == "1":
     @pytest.fixture(scope="session", autouse=True)
     def megatron() -> Iterator[None]:
         """Parallel state of size 1 on the GPU."""
-        from tests.te.models import alone
+        from tests.models import alone
 
         with alone("nccl") if torch.cuda.is_available() else nullcontext():
             yield
@@ -52,7 +52,7 @@ elif os.environ.get("SNIP_TE_ON_CPU") == "1":
     @pytest.fixture(scope="session", autouse=True)
     def megatron() -> Iterator[None]:
         """Parallel state of size 1, as on a Blackwell GPU."""
-        from tests.te.models import alone
+        from tests.models import alone
 
         with alone("gloo"):
             yield

@@ -7,7 +7,6 @@ a refresh agree too, on ranks that share tokens and weights, is tested with the 
 tests/distributed/test_te.py.
 """
 
-from collections import defaultdict
 from typing import Any
 
 import pytest
@@ -15,9 +14,7 @@ import torch
 from megatron.core.models.gpt import GPTModel
 
 from megatron_snip.linears.model import PlannedModel
-from megatron_snip.statistics.observer import tap
-from megatron_snip.topology import Placement
-from tests.te.models import (
+from tests.models import (
     EXPERTS,
     FP32,
     Choice,
@@ -28,65 +25,13 @@ from tests.te.models import (
     plan,
     planned,
 )
-
-Seen = dict[str, list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]]
-"""X [M, K], W and G [M, N] of every linear (of every expert), by instance, in order."""
-
-ORDER_RTOL = 2e-5
-
-
-class Keeper:
-    """An observer that keeps X, W and G."""
-
-    def __init__(self) -> None:
-        self.seen: Seen = defaultdict(list)
-
-    def observe(
-        self,
-        placement: Placement,
-        input: torch.Tensor,
-        weight: torch.Tensor,
-        output: torch.Tensor,
-        *,
-        input_is_split: bool = False,
-        output_is_split: bool = False,
-        prepare_input: Any = None,
-        delayed_scales: Any = None,
-    ) -> torch.Tensor:
-        assert not (input_is_split or output_is_split)  # on one rank
-        rows = input.detach().reshape(-1, input.shape[-1]).clone()
-        x = rows if prepare_input is None else prepare_input(rows)
-
-        def on_backward(g: torch.Tensor) -> None:
-            found = (x, weight.detach().clone(), g.reshape(-1, g.shape[-1]).clone())
-            self.seen[placement.instance].append(found)
-
-        return tap(output, on_backward)
-
-
-def observed(model: Any, under: PlannedModel, microbatches: int = 2) -> Seen:
-    keeper = Keeper()
-    with under.runtime.observed_by(keeper):
-        assert len(losses(model, microbatches)) == microbatches
-    return keeper.seen
+from tests.te.observed import Keeper, agree, observed
 
 
 def twins(grouped: bool = False, **changes: Any) -> tuple[GPTModel, GPTModel]:
     te, local = build(grouped=grouped, **FP32, **changes), build(te=False, **FP32, **changes)
     copy_weights(te, local)
     return te, local
-
-
-def agree(te: Seen, local: Seen) -> None:
-    assert set(te) == set(local)
-    for instance, each in te.items():
-        assert len(each) == len(local[instance])
-        for mine, theirs in zip(each, local[instance], strict=True):
-            for a, b in zip(mine, theirs, strict=True):
-                assert a.shape == b.shape
-                if b.numel():
-                    atol = ORDER_RTOL * b.abs().max().item()
-                    torch.testing.assert_close(a, b, rtol=ORDER_RTOL, atol=atol, msg=instance)
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from megatron_snip.linears.availability import available_options, resolve_format
 from megatron_snip.linears.model import PlannedModel
 from megatron_snip.options import Option
 from megatron_snip.topology import Topology
-from tests.te.models import EXPERTS, build, by_name, losses, plan, planned, ran
+from tests.models import EXPERTS, build, by_name, losses, plan, planned, ran
 
 OVERRIDE = os.environ.get("NVTE_BACKWARD_OVERRIDE", "")
 

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.te.models import EXPERTS, build, losses, planned
+from tests.models import EXPERTS, build, losses, planned
 
 GROUPED = {**EXPERTS, "moe_ffn_hidden_size": 128, "grouped": True}
 MIXED = {"qkv": "bf16", "proj": "fp8", "fc1": "fp4", "fc2": "fp8"}

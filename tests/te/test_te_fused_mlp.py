@@ -9,9 +9,9 @@ from megatron.core.models.gpt import gpt_layer_specs
 
 from megatron_snip.linears.model import PlannedModel
 from megatron_snip.topology import Topology
-from tests.te import models
-from tests.te.models import losses, planned
-from tests.te.test_te_against_megatron import observed
+from tests import models
+from tests.models import losses, planned
+from tests.te.observed import observed
 
 MXFP8 = {"fp8": "e4m3", "fp8_recipe": "mxfp8"}
 NVFP4 = {"fp4": "e2m1", "fp4_recipe": "nvfp4"}

@@ -28,8 +28,9 @@ from megatron_snip.patches.registry import Registry, Session
 from megatron_snip.statistics.observer import StepObserver
 from megatron_snip.statistics.sample import MeasureSettings
 from megatron_snip.topology import Topology
-from tests.te import models
-from tests.te.models import BATCH, EXPERTS, SEQUENCE, build, ours, plan, planned, training
+from tests import models
+from tests.distributed.layouts import names
+from tests.models import BATCH, EXPERTS, SEQUENCE, build, ours, plan, planned, training
 
 STAGES = ("training", "validation")
 
@@ -205,7 +206,10 @@ RUNS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("run", RUNS)
+FAST = ("fp8 run", "experts", "fused MLP")
+
+
+@pytest.mark.parametrize("run", names(RUNS, FAST))
 def test_layers_are_captured_again_for_a_new_plan(
     session: Session, monkeypatch: pytest.MonkeyPatch, run: str
 ) -> None:

@@ -20,7 +20,7 @@ from megatron_snip.linears.te.fresh_weights import FreshWeights
 from megatron_snip.linears.te.linear import RecipeTELinear
 from megatron_snip.options import Option
 from megatron_snip.topology import Topology
-from tests.te.models import (
+from tests.models import (
     EXPERTS,
     FP32,
     Choice,

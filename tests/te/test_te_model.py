@@ -23,7 +23,7 @@ from megatron_snip.planning.plan import assigned_plan, write_plan
 from megatron_snip.reporting.run_directory import RunDirectory
 from megatron_snip.run.controller import SnipController
 from megatron_snip.topology import Topology
-from tests.te.models import EXPERTS, build, by_name, losses, ours, plan, planned, ran
+from tests.models import EXPERTS, build, by_name, losses, ours, plan, planned, ran
 from tests.te_on_cpu.capability import answers, forget
 
 HOPPER, BLACKWELL = (9, 0), (10, 0)

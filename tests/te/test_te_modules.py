@@ -17,7 +17,7 @@ from megatron_snip.linears.te.modules import (
     weights_of,
 )
 from megatron_snip.topology import Axis, Placement, Topology
-from tests.te.models import EXPERTS, build, ours
+from tests.models import EXPERTS, build, ours
 from tests.te_on_cpu import probe
 
 IN_LAYER = {

@@ -6,7 +6,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from tests.te import models
+from tests import models
 
 ON_GPU = models.DEVICE == "cuda"
 WIDE = {"hidden_size": 4096, "ffn_hidden_size": 11008, "num_attention_heads": 32}

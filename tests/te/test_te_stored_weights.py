@@ -20,7 +20,7 @@ from megatron_snip.statistics.observer import StepObserver
 from megatron_snip.statistics.sample import MeasureSettings
 from megatron_snip.topology import Topology
 from megatron_snip.types import Operand
-from tests.te.models import EXPERTS, build, losses, plan, planned, training
+from tests.models import EXPERTS, build, losses, plan, planned, training
 
 MXFP8 = {"fp8": "e4m3", "fp8_recipe": "mxfp8"}
 JOBS: dict[str, dict[str, Any]] = {

@@ -21,7 +21,7 @@ from megatron_snip.planning.calibration import read_calibration
 from megatron_snip.planning.planner import make_plan
 from megatron_snip.planning.settings import PlanSettings
 from megatron_snip.topology import Topology
-from tests.te.models import BATCH, SEQUENCE, build, losses, plan, planned, ran
+from tests.models import BATCH, SEQUENCE, build, losses, plan, planned, ran
 from tests.te_on_cpu import probe
 
 SECONDS = {"bf16": 3.0, "mxfp8": 2.0, "nvfp4": 1.0}
@@ -158,8 +158,8 @@ def test_tokens_that_a_recipe_cannot_take_are_found_before_training(
 
 
 def test_what_is_refused_would_fail(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tests.te.models.BATCH", 1)
-    monkeypatch.setattr("tests.te.models.SEQUENCE", 24)
+    monkeypatch.setattr("tests.models.BATCH", 1)
+    monkeypatch.setattr("tests.models.SEQUENCE", 24)
     model = build()
     under = planned(model, "fp8", microbatch_tokens=24)
     with pytest.raises((AssertionError, RuntimeError, ValueError), match="divisible by"):

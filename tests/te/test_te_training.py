@@ -10,7 +10,8 @@ import torch
 from megatron_snip.linears.model import PlannedModel
 from megatron_snip.statistics.observer import StepObserver
 from megatron_snip.statistics.sample import MeasureSettings
-from tests.te.models import (
+from tests.distributed.layouts import names
+from tests.models import (
     EXPERTS,
     LATENT,
     batches,
@@ -92,7 +93,10 @@ def test_what_the_job_runs_is_bitwise_transformer_engine_s(variant: str) -> None
         assert all(linear.is_untouched for linear in under.linears)
 
 
-@pytest.mark.parametrize("variant", [name for name in VARIANTS if name != "grouped experts"])
+CHANGING = [name for name in VARIANTS if name != "grouped experts"]
+
+
+@pytest.mark.parametrize("variant", names(CHANGING, ["plain", "full recompute"]))
 def test_a_plan_that_changes_runs_in_each_step_and_evaluations_leave_no_trace(
     variant: str,
 ) -> None:

@@ -18,7 +18,7 @@ if __name__ == "__main__":  # before anything that imports Megatron
 from megatron_snip.linears.model import PlannedModel
 from megatron_snip.options import Option
 from megatron_snip.topology import Topology
-from tests.te import models
+from tests import models
 from tests.te_on_cpu import capability
 
 MIXED = "mxfp8-mxfp8-bf16"

@@ -12,23 +12,12 @@ from megatron_snip.config import SnipConfig, make_config
 from megatron_snip.files import read_yaml
 from megatron_snip.trainer.config import make_train_config
 from megatron_snip.trainer.session import check_run
+from tests.published_models import FOLDER, LAYOUTS, MODELS
 
-FOLDER = Path(__file__).parents[2] / "configs"
 FILES = sorted(path for path in FOLDER.rglob("*") if path.is_file())
 RUNS = sorted(FOLDER.glob("*.yaml"))
 INTENTS = sorted(path.stem for path in (FOLDER / "snip").iterdir())
-
-
-MODELS = {
-    "tinyllama-1.1b": (32, 1, {"data": 8}),
-    "open-llama-3b": (32, 1, {"data": 8}),
-    "open-llama-7b": (32, 1, {"data": 8}),
-    "llama-70b": (64, 1, {"llama-70b-8gpus": 8, "llama-70b-64gpus": 64}),
-    "mixtral-8x7b": (32, 2, {"mixtral-8x7b-8gpus": 8}),
-}
-"""Heads of attention, active experts, and GPUs by file of parallel sizes."""
 KINDS = ("tensor", "pipeline")
-LAYOUTS = [(name, layout) for name, (*_, layouts) in MODELS.items() for layout in layouts]
 
 
 # ---- files ------------------------------------------------------------------------------------

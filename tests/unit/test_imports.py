@@ -1,6 +1,7 @@
 """Packages import only from their left, and only those that may touch Megatron do."""
 
 import ast
+import functools
 import importlib.util
 from collections import defaultdict
 from collections.abc import Iterator
@@ -52,15 +53,21 @@ def sources() -> Iterator[tuple[str, Path]]:
 def imported(file: Path) -> Iterator[str]:
     """Dotted names of all imports in a file, those inside of functions included."""
     for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
-        if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{file}: relative import"
-            assert node.module is not None
-            if node.module == "megatron_snip":
-                yield from (f"megatron_snip.{alias.name}" for alias in node.names)
-            else:
-                yield node.module
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            yield from names_of(node)
+
+
+def names_of(node: ast.Import | ast.ImportFrom) -> Iterator[str]:
+    """Dotted names of what a statement imports."""
+    if isinstance(node, ast.Import):
+        yield from (alias.name for alias in node.names)
+        return
+    assert node.level == 0, "a relative import"
+    assert node.module is not None
+    if node.module == "megatron_snip":
+        yield from (f"megatron_snip.{alias.name}" for alias in node.names)
+    else:
+        yield node.module
 
 
 @pytest.fixture(scope="module")
@@ -100,6 +107,19 @@ def test_torch_megatron_and_the_solver_stay_where_they_are(
     assert users["ortools"] == {"planning"}
 
 
+def test_the_solver_is_loaded_where_it_solves() -> None:
+    """Ranks import `planning` and solve nothing: OR-Tools would take memory and time in each."""
+    at_the_top = {
+        f"{file.name}: {name}"
+        for _, file in sources()
+        for node in ast.parse(file.read_text(encoding="utf-8")).body
+        if isinstance(node, ast.Import | ast.ImportFrom)
+        for name in names_of(node)
+    }
+    assert not [text for text in at_the_top if ": ortools" in text]
+    assert any(text.endswith(": torch") for text in at_the_top)
+
+
 @pytest.mark.parametrize(
     ("name", "is_there"),
     [
@@ -132,6 +152,7 @@ def test_names_that_slow_tests_and_benchmarks_import_exist() -> None:
     assert missing == []
 
 
+@functools.cache
 def defined(file: Path) -> set[str]:
     """Names that a module assigns, defines or imports at its top level."""
     found = set()

@@ -122,10 +122,18 @@ def modules(folder: Path, path: Path, editable: bool = False) -> dict[str, Path]
     }
     code = f"""
 import importlib.util, json, site, sys
+from importlib.machinery import PathFinder
+
+def spec_of(name):  # without importing what is above, which may import torch
+    parent = name.rpartition(".")[0]
+    if parent in ("", "megatron_snip"):
+        return importlib.util.find_spec(name)
+    return PathFinder.find_spec(name, spec_of(parent).submodule_search_locations)
+
 if {editable}:  # started without site-packages, which may hold an editable install already
     site.addsitedir({str(path)!r})
     sys.path.append({sysconfig.get_path("purelib")!r})
-print(json.dumps({{n: importlib.util.find_spec(n).origin for n in {list(names)!r}}}))
+print(json.dumps({{n: spec_of(n).origin for n in {list(names)!r}}}))
 """
     first = folder if editable else path
     flag = "-S" if editable else "-P"

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from megatron_snip import plugins
 from megatron_snip.config import make_config
 from megatron_snip.errors import UsageError
+from megatron_snip.planning import solver_process
 from megatron_snip.planning.plan import PrecisionPlan
 from megatron_snip.planning.solver_process import worker_command, worker_environment
 from tests.unit.planning.build import problem_of
@@ -89,7 +89,7 @@ print([(plan.target, plan.efficiency) for plan in plans])
 def test_the_solvers_process_has_the_plugins_of_the_run(
     module: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(plugins._loaded, module, None)
+    monkeypatch.setattr(solver_process, "loaded_plugins", lambda: (module,))
     request = {
         "problem": problem_of([[0.0, 1.0]] * 2).to_dict(),
         "settings": {"policy": "first-first"},

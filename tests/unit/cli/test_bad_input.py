@@ -23,8 +23,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_plan(plan_of(["fp8"] * 4), folder / "plan.json")
     write_plan(plan_of(["fp8"] * 3), folder / "three.json")
     write_run(folder / "run", Shape(config(), iterations=3))
-    (folder / "foreign").mkdir()
-    (folder / "foreign" / "metrics.jsonl").write_text("mine")
     (folder / "run/divergences/7.json").write_text('{"version": 1}')
     linear = {"name": "a", "options": {"fp4": {"rel_error": "inf"}}}
     table = {"version": 2, "iteration": 8, "linears": [linear]}
@@ -52,11 +50,6 @@ BAD = {
         ("--config nowhere.yaml", "nowhere.yaml"),
         ("--save ''", "save: the path is empty"),
         ("--snip-plan-file ''", "plan_file: the path is empty"),
-    ],
-    "train --run-dir foreign": [
-        ("", "foreign' holds 'metrics.jsonl' but not the marker"),
-        ("--overwrite", "not the marker"),
-        ("--load foreign/typo", "typo' holds no checkpoint"),
     ],
     "plan problem.json": [
         ("--target 1.5", "--target: must be less than or equal to 1, got '1.5'"),

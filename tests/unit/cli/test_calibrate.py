@@ -1,6 +1,9 @@
 import json
+import warnings
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 from megatron_snip.formats import FORMATS
 from megatron_snip.planning.calibration import read_calibration
@@ -58,6 +61,15 @@ def test_shapes_come_from_a_training_config_as_a_rank_holds_them(
     }
 
 
+def test_what_megatron_warns_of_is_not_shown(refused: Any) -> None:
+    refused("calibrate", "--linear", "x=12", "--output", "t.json")
+    with warnings.catch_warnings(record=True) as shown:
+        for module in ("megatron.core.utils", "another"):
+            warnings.warn_explicit(f"of {module}", UserWarning, "file.py", 1, module=module)
+    assert [str(each.message) for each in shown] == ["of another"]
+
+
+@pytest.mark.slow
 def test_a_bad_shape_is_one_line_beside_what_megatron_tells() -> None:
     """In a process of its own, whose imports would print warnings and log lines."""
     words = ("calibrate", "--linear", "x=12", "--output", "t.json")

@@ -10,8 +10,9 @@ import pytest
 
 from megatron_snip import __main__
 from megatron_snip.__main__ import main
-from megatron_snip.cli.script import expand, is_script
+from megatron_snip.cli.script import expand, is_script, run_script
 from megatron_snip.errors import LONGEST, UsageError, shown
+from megatron_snip.patches.install import REGISTRY
 from tests.processes import run_python
 from tests.unit.planning.build import problem_of
 
@@ -130,13 +131,6 @@ def test_the_script_runs_as_main_with_its_own_path_and_arguments(
     }
 
 
-def test_a_missing_seam_is_one_line(checkout: Path) -> None:
-    done = run_python("-m", "megatron_snip", "pretrain.py", "--snip", cwd=checkout)
-    assert done.returncode == 2
-    assert "megatron.training" in done.stderr
-    assert len(done.stderr.splitlines()) == 1
-
-
 AGAIN = """
 import json, os, sys
 if "AGAIN" not in os.environ:
@@ -168,6 +162,7 @@ os.execvpe(sys.executable, words, {**os.environ, "AGAIN": ""})
 """
 
 
+@pytest.mark.slow  # each of them imports Megatron twice; see ../patches/test_new_program.py
 @pytest.mark.parametrize("start", ["-m megatron_snip", ""], ids=["runner", "auto"])
 def test_a_script_that_starts_another_one_keeps_snip(tmp_path: Path, start: str) -> None:
     """Bridge's performance recipes are started by such a script."""
@@ -180,19 +175,28 @@ def test_a_script_that_starts_another_one_keeps_snip(tmp_path: Path, start: str)
     assert json.loads(done.stdout.splitlines()[-1]) == [["a=b"], {"snip_enabled": True}, False]
 
 
-def test_a_script_for_another_release_of_bridge_gets_one_more_line(tmp_path: Path) -> None:
+def test_a_script_for_another_release_of_bridge_gets_one_more_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script = tmp_path / "recipe.py"
     name = "megatron.bridge.recipes.llama"
-    text = f"raise ImportError('cannot import name x', name={name!r})"
-    (tmp_path / "recipe.py").write_text(text)
-    done = run_python("-m", "megatron_snip", "recipe.py", cwd=tmp_path)
-    assert done.returncode == 1
-    assert f"does not have what 'recipe.py' imports from {name}" in done.stderr
+    script.write_text(f"raise ImportError('cannot import name x', name={name!r})")
+    with pytest.raises(ImportError, match="cannot import name x"):
+        run_script(script)
+    text = capsys.readouterr().err
+    assert f"does not have what '{script}' imports from {name}" in text and text.count("\n") == 1
 
 
-def test_a_script_that_never_trains_says_so(tmp_path: Path) -> None:
-    (tmp_path / "recipe.py").write_text("")
-    done = run_python("-m", "megatron_snip", "recipe.py", "--snip", cwd=tmp_path)
-    assert "neither Megatron-LM's nor Megatron-Bridge's pretrain" in done.stderr
+def test_a_script_that_never_trains_says_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = tmp_path / "recipe.py"
+    script.write_text("")
+    assert run_script(script) == 0
+    assert capsys.readouterr().err == ""
+    monkeypatch.setattr(REGISTRY.session, "cli_flags", {"snip_enabled": True})
+    assert run_script(script) == 0
+    assert "neither Megatron-LM's nor Megatron-Bridge's pretrain" in capsys.readouterr().err
 
 
 def test_the_first_word_decides(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

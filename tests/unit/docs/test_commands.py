@@ -1,17 +1,14 @@
 """Commands in README and docs: those of `megatron-snip` are run, the words of others checked.
 
-A fence of `bash` holds commands. A comment line of `MARKS` names what the commands below it, in the
-same fence, need. Tests do not have that, so they check only the words of these commands. The page
-of flags is what the parsers give.
+Of a command that needs what tests do not have (`shown_commands.MARKS`) only the words are checked.
+The page of flags is what the parsers give.
 """
 
 import argparse
 import re
 import runpy
-import shlex
 import tomllib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from itertools import dropwhile
 from pathlib import Path
 
@@ -23,46 +20,8 @@ from megatron_snip.cli.train import read_settings
 from megatron_snip.errors import UsageError
 from megatron_snip.patches.arguments import read_cli_args, snip_config
 from tests.processes import ROOT
+from tests.unit.docs.shown_commands import MARKS, Shown, commands_in
 from tests.unit.reporting.runs import Shape, config, write_run
-
-MARKS = (
-    "# on a GPU cluster",
-    "# needs a network and an account",
-    "# needs a network",
-    "# needs Docker",
-    "# needs Slurm",
-)
-_FENCE = re.compile(r"^```bash\n(.*?)^```", re.MULTILINE | re.DOTALL)
-_ENVIRONMENT = re.compile(r"^[A-Za-z_]\w*=")
-
-
-@dataclass(frozen=True)
-class Shown:
-    """A command as a page shows it, in one line; `mark` is what it needs, None if it runs here."""
-
-    page: str
-    text: str
-    mark: str | None
-
-    def __str__(self) -> str:
-        return f"{self.page}: {self.text}"
-
-    @property
-    def words(self) -> list[str]:
-        """The words of the command, without VARIABLE=value before it."""
-        words = shlex.split(self.text, comments=True)
-        return list(dropwhile(_ENVIRONMENT.match, words))
-
-
-def commands_in(text: str, page: str) -> Iterator[Shown]:
-    for fence in _FENCE.finditer(text):
-        mark = None
-        for line in fence[1].replace("\\\n", " ").splitlines():
-            line = " ".join(line.split())
-            if line in MARKS:
-                mark = line
-            elif line and not line.startswith("#"):
-                yield Shown(page, line, mark)
 
 
 def check_words(shown: Shown) -> None:

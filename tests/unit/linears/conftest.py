@@ -6,7 +6,7 @@ import pytest
 from megatron.core.models.gpt import GPTModel
 
 from megatron_snip.patches import cpu
-from tests.te.models import FP32, alone, build
+from tests.models import FP32, alone, build
 
 MakeModel = Callable[..., GPTModel]
 

@@ -19,7 +19,7 @@ from megatron_snip.options import Option
 from megatron_snip.statistics.observer import StepObserver
 from megatron_snip.statistics.sample import MeasureSettings
 from megatron_snip.topology import Axis, Placement, Topology
-from tests.te.models import EXPERTS
+from tests.models import EXPERTS
 from tests.unit.linears.conftest import MakeModel
 from tests.unit.planning.build import MODULES as IN_LAYER
 

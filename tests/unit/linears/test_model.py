@@ -21,7 +21,7 @@ from megatron_snip.options import BF16, Option
 from megatron_snip.statistics.observer import StepObserver
 from megatron_snip.statistics.sample import MeasureSettings
 from megatron_snip.topology import Topology
-from tests.te.models import losses
+from tests.models import losses
 from tests.unit.linears.conftest import MakeModel
 from tests.unit.planning.build import plan_of
 

@@ -110,6 +110,17 @@ def test_the_command_line_decides_what_is_installed(of_process: Registry) -> Non
         assert of_process.session.cli_flags["snip_interval"] == "9"
 
 
+def test_a_missing_function_ends_a_script_in_one_line(
+    fake: Any, of_process: Registry, capsys: pytest.CaptureFixture[str]
+) -> None:
+    del fake.training.train_step
+    with pytest.raises(SystemExit) as end:
+        install_for(["--snip"])
+    assert end.value.code == 2
+    text = capsys.readouterr().err
+    assert "no megatron.training.training.train_step" in text and text.count("\n") == 1
+
+
 @pytest.mark.parametrize("rank", ["0", "1"])
 def test_flags_without_snip_warn_once_per_job(
     of_process: Registry,

@@ -369,7 +369,9 @@ FULL_DISK = """
 import resource, sys
 from pathlib import Path
 from megatron_snip.reporting.run_directory import open_run
-from tests.unit.reporting.test_run_directory import SHAPE, write_events
+from tests.unit.reporting.runs import Shape, config, write_events
+
+SHAPE = Shape(config(), backend="simulate")
 
 soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
 settings = {"train_iters": SHAPE.iterations, "snip": SHAPE.config.model_dump(mode="json")}

@@ -6,16 +6,44 @@ from typing import Any
 from megatron_snip.config import SnipConfig
 from megatron_snip.options import BF16, Option
 from megatron_snip.planning.plan import PrecisionPlan
+from megatron_snip.run.guard import GuardState
+from megatron_snip.run.loss_monitor import LossMonitor
 from megatron_snip.run.plans import RunPlans
+from megatron_snip.run.schedule import ScheduleState
+from megatron_snip.run.solve import PendingProblem
 from megatron_snip.run.state import ControllerState, reported_settings
+from megatron_snip.statistics.records import StatisticsTable
 from megatron_snip.topology import LinearInfo, Topology
-from tests.unit.planning.build import name_of, options_of
+from tests.unit.planning.build import name_of, options_of, plan_of, problem_of
 
 FP8, FP4, NVFP4, MXFP8 = map(Option.uniform, ("fp8", "fp4", "nvfp4", "mxfp8"))
 A, B, C = map(name_of, range(3))
 STAGE_AND_FLOPS = {A: (0, 1.0), B: (1, 1.0), C: (1, 2.0)}
 FP8_JOB = {A: FP8, B: FP8, C: BF16}
 """What a job with FP8 runs the linears in."""
+
+PLAN = plan_of(["fp4-fp8-bf16"], iteration=2, objective=None, target=0.5)
+PENDING = PendingProblem(6, 8, problem_of([[0.0, 1.0]]))
+GUARD = GuardState(
+    loss=LossMonitor(recent=(2.0, 1.9)).after_plan_change(6.0),
+    good=PLAN,
+    refused=("0" * 64,),
+    num_reverted=1,
+    refresh_at=9,
+)
+STATE = ControllerState(
+    iteration=7,
+    plan=PLAN,
+    history=((4, PLAN.digest),),
+    target=0.5,
+    schedule=ScheduleState(6),
+    solve=PENDING,
+    guard=GUARD,
+    observations=StatisticsTable(6, 1.5, ()),
+    alerts=(("amax>1", "decoder.layers.0.mlp.linear_fc1"),),
+    settings={"formats": "fp8,fp4"},
+)
+"""Of a run of one linear that was stopped with a problem being solved; no part of it is empty."""
 
 
 def run_plans(

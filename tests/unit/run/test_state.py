@@ -12,35 +12,9 @@ from megatron_snip.config import SnipConfig
 from megatron_snip.errors import UsageError
 from megatron_snip.log import forget_warnings
 from megatron_snip.run.guard import GuardState
-from megatron_snip.run.loss_monitor import LossMonitor
-from megatron_snip.run.schedule import ScheduleState
-from megatron_snip.run.solve import PendingProblem
 from megatron_snip.run.state import ControllerState, reported_settings, resumed_state
-from megatron_snip.statistics.records import StatisticsTable
-from tests.unit.planning.build import plan_of, problem_of
-
-PLAN = plan_of(["fp4-fp8-bf16"], iteration=2, objective=None, target=0.5)
-PENDING = PendingProblem(6, 8, problem_of([[0.0, 1.0]]))
-GUARD = GuardState(
-    loss=LossMonitor(recent=(2.0, 1.9)).after_plan_change(6.0),
-    good=PLAN,
-    refused=("0" * 64,),
-    num_reverted=1,
-    refresh_at=9,
-)
-STATE = ControllerState(
-    iteration=7,
-    plan=PLAN,
-    history=((4, PLAN.digest),),
-    target=0.5,
-    schedule=ScheduleState(6),
-    solve=PENDING,
-    guard=GUARD,
-    observations=StatisticsTable(6, 1.5, ()),
-    alerts=(("amax>1", "decoder.layers.0.mlp.linear_fc1"),),
-    settings={"formats": "fp8,fp4"},
-)
-
+from tests.unit.planning.build import plan_of
+from tests.unit.run.build import PLAN, STATE
 
 SOLVE = STATE.to_dict()["solve"]
 

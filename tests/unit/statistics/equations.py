@@ -118,7 +118,7 @@ class Toy:
             add("wgrad_square", square(dw))
             for fmt in FORMATS:
                 q = {
-                    (o, gemm): self._quantized(tensors[o], fmt, o, gemm, m) * scales[o]
+                    (o, gemm): self.quantized(tensors[o], fmt, o, gemm, m) * scales[o]
                     for gemm, operands in GEMM_OPERANDS.items()
                     for o in operands
                 }
@@ -147,11 +147,11 @@ class Toy:
     def wgrad_error(self, fmt: str, microbatch: int) -> Any:
         """eW of one microbatch, FP64."""
         x, g = self.inputs[microbatch], self.grads[microbatch]
-        x_q = self._quantized(x, fmt, Operand.INPUT, Gemm.WGRAD, microbatch)
-        g_q = self._quantized(g, fmt, Operand.GRAD_OUTPUT, Gemm.WGRAD, microbatch)
+        x_q = self.quantized(x, fmt, Operand.INPUT, Gemm.WGRAD, microbatch)
+        g_q = self.quantized(g, fmt, Operand.GRAD_OUTPUT, Gemm.WGRAD, microbatch)
         return g_q.T @ x_q - g.double().numpy().T @ x.double().numpy()
 
-    def _quantized(
+    def quantized(
         self, t: torch.Tensor, fmt: str, operand: Operand, gemm: Gemm, microbatch: int
     ) -> Any:
         stream = grad_output_stream(SEED, self.placement(Topology()), STEP, microbatch)

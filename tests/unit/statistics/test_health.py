@@ -2,81 +2,21 @@
 
 import math
 from dataclasses import replace
-from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
-from megatron_snip.formats import ScaleType, get_format
-from megatron_snip.quantizers.quantize import operand_block, quantize_dequantize
+from megatron_snip.formats import get_format
+from megatron_snip.quantizers.quantize import quantize_dequantize
 from megatron_snip.statistics.health import HealthSums, Tiles
 from megatron_snip.statistics.health_table import HealthTable, LinearHealth
 from megatron_snip.statistics.observer import StepObserver
 from megatron_snip.statistics.sample import MeasureSettings
 from megatron_snip.topology import Topology
-from megatron_snip.types import Gemm, Operand
+from megatron_snip.types import Operand
 from tests.unit.statistics import equations
 from tests.unit.statistics.equations import SEED, STEP, Toy
-
-GEMMS = {Operand.INPUT: Gemm.FPROP, Operand.WEIGHT: Gemm.FPROP, Operand.GRAD_OUTPUT: Gemm.DGRAD}
-
-
-def check_health(found: dict[str, Any], toy: Toy, unit: float = 1.0) -> None:
-    """Compare a linear's entry of the file with NumPy on the toy's tensors."""
-    tensors = {
-        Operand.INPUT: toy.inputs,
-        Operand.WEIGHT: [toy.weight],
-        Operand.GRAD_OUTPUT: toy.grads,
-    }
-    for operand, parts in tensors.items():
-        factor = unit if operand is Operand.GRAD_OUTPUT else 1.0
-        amax = max(part.abs().max().item() for part in parts)
-        assert found["amax"][operand] == pytest.approx(amax * factor, rel=1e-6)
-        step = 8 if operand is Operand.WEIGHT else 1
-        part = np.concatenate([p.double().numpy()[::step, ::8].ravel() for p in parts])
-        first, shares = found["histograms"][operand]
-        exponents = np.floor(np.log2(np.abs(part[part != 0]))) + math.log2(factor)
-        counts = [(exponents == first + k).mean() for k in range(len(shares))]
-        assert shares == pytest.approx(counts, rel=1e-6) and sum(shares) == pytest.approx(1.0)
-        for name, fmt in equations.FORMATS.items():
-            x = np.concatenate([part.double().numpy() for part in parts])
-            q = np.concatenate(
-                [toy._quantized(p, name, operand, GEMMS[operand], m) for m, p in enumerate(parts)]
-            )
-            values = found["operands"][name][operand]
-            sqnr = 10 * math.log10((x**2).sum() / ((q - x) ** 2).sum())
-            assert values["sqnr_db"] == pytest.approx(sqnr, abs=1e-4)
-            assert values["underflow"] == pytest.approx(((q == 0) & (x != 0)).mean(), rel=1e-6)
-            block = operand_block(fmt, operand, GEMMS[operand])
-            tiles = [each for p in parts for each in scales_of(p.double().numpy(), fmt, block)]
-            logs = [math.floor(math.log2(scale)) for scale, _ in tiles]
-            assert fmt.element is not None
-            largest = (1 + 2.0**-20) * fmt.element.max_value
-            beyond = sum((abs(tile) > scale * largest).sum() for scale, tile in tiles)
-            assert values["saturated"] == pytest.approx(beyond / x.size, rel=1e-6)
-            middle = sorted(logs)[(len(logs) - 1) // 2]
-            shift = math.log2(factor)
-            assert list(values["scale_log2"]) == [v + shift for v in (min(logs), middle, max(logs))]
-
-
-def scales_of(x: Any, fmt: Any, block: tuple[int, int]) -> list[tuple[float, Any]]:
-    """(scale, elements) of each tile that is not zero."""
-    found, largest, (r, c) = [], fmt.element.max_value, block
-    tensor = np.abs(x).max() / (448 * largest)
-    for top in range(0, x.shape[0], r):
-        for left in range(0, x.shape[1], c):
-            tile = x[top : top + r, left : left + c]
-            scale = np.abs(tile).max() / largest
-            if scale == 0:
-                continue
-            if fmt.scale is ScaleType.E8M0:
-                scale = 2.0 ** math.ceil(math.log2(scale))
-            elif fmt.scale is ScaleType.E4M3:
-                stored = torch.tensor(scale / tensor).clamp(2.0**-6, 448.0)
-                scale = stored.to(torch.float8_e4m3fn).item() * tensor
-            found.append((scale, tile))
-    return found
+from tests.unit.statistics.health_definitions import check_health
 
 
 @pytest.mark.parametrize("formats", [("fp8", "fp4"), ("mxfp4", "nvfp4")])

@@ -80,6 +80,11 @@ def write_run_json(name: str, change: Callable[[dict[str, Any]], None]) -> None:
     file.write_text(json.dumps(settings))
 
 
+def contents() -> dict[Path, bytes]:
+    """The bytes of every file of this folder, and nothing for a folder in it."""
+    return {path: path.read_bytes() if path.is_file() else b"" for path in Path().rglob("*")}
+
+
 VIRTUAL = "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage"
 BAD_RANKS = [
     ("--tensor-model-parallel-size 2", 3, "a multiple of 2 ranks, got 3"),
@@ -136,6 +141,9 @@ BAD = [
     ("--snip-weight-lambda 1e300", "weight_lambda: .* less than or equal to 1000000"),
     ("--snip-pins *=fp3", r"pins: '\*=fp3': fp3 is neither bf16 nor an option of formats fp8,fp4"),
     ("--run-dir ~nobody-here/x", "run_dir: .*home"),
+    ("--run-dir foreign", "foreign' holds 'metrics.jsonl' but not the marker"),
+    ("--run-dir foreign --overwrite", "not the marker"),
+    ("--run-dir foreign --load foreign/typo", "typo' holds no checkpoint"),
     # What a checkpoint says of itself.
     ("--load text", "expert_model_parallel_size: must be an integer, got 'two'"),
     ("--load device", r"files\./dev/zero"),
@@ -158,9 +166,13 @@ def test_what_cannot_run_is_refused_in_one_line(
     texts = {"key": "hiden_size: 3", "nested": "snip: {interval_s: 3}", "scalar": "snip: 3"}
     for name, text in texts.items():
         Path(f"{name}.yaml").write_text(text)
+    Path("foreign").mkdir()
+    Path("foreign/metrics.jsonl").write_text("mine")
+    before = contents()
     with pytest.raises(UsageError, match=message) as caught:
         check(*words.split(), ranks=ranks)
     assert "\n" not in str(caught.value)
+    assert contents() == before
 
 
 def test_checkpoints_without_a_pointer_are_not_replaced(

@@ -1,4 +1,8 @@
-"""Small models with the same weights, of Transformer Engine's linears or of Megatron's own."""
+"""Small models with the same weights, of Transformer Engine's linears or of Megatron's own.
+
+Tests that train build theirs with the package's trainer (tests/distributed/small_model.py); the
+scripts pretrain_tiny.py and train_recipe.py build theirs as users of Megatron do.
+"""
 
 import os
 from collections.abc import Callable, Iterator
