@@ -193,8 +193,8 @@ Choice = str | Callable[[str], str]
 """An option, or what finds it for a linear's name."""
 
 
-def plan(model: PlannedModel, choice: Choice) -> dict[str, Option]:
-    """A plan that gives every linear its option."""
+def assignment(model: PlannedModel, choice: Choice) -> dict[str, Option]:
+    """The option of each linear, as a plan gives it."""
     choose = (lambda _: choice) if isinstance(choice, str) else choice
     return {info.name: Option.parse(choose(info.name)) for info in model.all_linears}
 
@@ -203,7 +203,7 @@ def planned(model: Any, choice: Choice = "bf16", **settings: Any) -> PlannedMode
     """A model under a plan; keywords go to PlannedModel."""
     under = PlannedModel([model], Topology(), **{"seed": 7, **settings})
     under.install()
-    under.apply(plan(under, choice))
+    under.apply(assignment(under, choice))
     return under
 
 

@@ -20,7 +20,7 @@ SIGNED = "first"
 """A sum of terms of both signs: what is left of it is compared with the size of the terms."""
 
 
-def check(
+def check_agreement(
     result: dict[str, Any], wanted: dict[str, Any], flipped_share: float = FLIPPED_SHARE
 ) -> None:
     assert result["losses"][:4] == pytest.approx(wanted["losses"][:4], rel=1e-5)

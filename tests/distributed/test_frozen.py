@@ -88,7 +88,7 @@ def _train(values: dict[str, Any], snip: dict[str, Any]) -> dict[str, Any]:
         }
 
 
-def check(result: dict[str, Any]) -> None:
+def check_no_trace(result: dict[str, Any]) -> None:
     with_refreshes, without = result["with"], result["without"]
     # A third of the linears in each of three iterations; a refresh is of the last of them.
     assert with_refreshes["refreshes"] == [5, 10, 15, 20, 25, 30]
@@ -112,13 +112,13 @@ two_ranks = results_on(2, WORKER, TWO, folder=True)
 
 @pytest.mark.slow
 def test_refreshes_leave_no_trace_on_one_rank(one_rank: OnRanks) -> None:
-    check(one_rank("one")[0])
+    check_no_trace(one_rank("one")[0])
 
 
 @pytest.mark.parametrize("name", names(TWO, ["tp sp", "dp distributed optimizer"]))
 def test_refreshes_leave_no_trace_on_two_ranks(two_ranks: OnRanks, name: str) -> None:
     for result in two_ranks(name):
-        check(result)
+        check_no_trace(result)
 
 
 @pytest.mark.slow

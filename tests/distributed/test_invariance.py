@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.distributed.agreement import FLIPPED_SHARE, check
+from tests.distributed.agreement import FLIPPED_SHARE, check_agreement
 from tests.distributed.layouts import (
     EP2,
     OVERLAP,
@@ -88,7 +88,7 @@ def check_ranks(results: list[dict[str, Any]], name: str, one_rank: OnRanks) -> 
     kind = reference_of(name)
     (reference,) = one_rank(kind)
     for result in results:
-        check(result, reference, FLIPPED_SHARE if kind != "experts" else 0.0)
+        check_agreement(result, reference, FLIPPED_SHARE if kind != "experts" else 0.0)
         # Not only like the reference, but the same on all ranks, bit by bit.
         for key in ("statistics", "history"):
             assert result[key] == results[0][key]
@@ -122,7 +122,7 @@ def test_a_row_holds_all_experts_of_a_layer(one_rank: OnRanks, name: str) -> Non
 
 @pytest.mark.parametrize("name", names(ONE, []))
 def test_recomputing_activations_changes_nothing(one_rank: OnRanks, name: str) -> None:
-    check(one_rank(name)[0], one_rank("plain")[0])
+    check_agreement(one_rank(name)[0], one_rank("plain")[0])
 
 
 @pytest.mark.parametrize("name", names(TWO, FAST))

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.distributed.agreement import check
+from tests.distributed.agreement import check_agreement
 from tests.distributed.launch import Server, run_ranks
 from tests.distributed.layouts import SP, TP2
 
@@ -42,7 +42,7 @@ def native(server: Server) -> list[dict[str, Any]]:
 
 def test_statistics_are_those_of_megatrons_own_linears(native: list[dict[str, Any]]) -> None:
     for result in native:
-        check(result["te"], result["local"])
+        check_agreement(result["te"], result["local"])
     assert native[0]["te"]["statistics"] == native[1]["te"]["statistics"]
 
 
@@ -61,7 +61,7 @@ def test_simulated_on_transformer_engines_linears_is_simulated_on_megatrons_own(
 ) -> None:
     for result in on_ranks(server, "simulated", **LAYOUT):
         te, local = result["te"], result["local"]
-        check(te, local)
+        check_agreement(te, local)
         assert te["losses"] == pytest.approx(local["losses"], rel=1e-5)
         assert set(te["plan"].values()) == {"fp8", "fp4"}
         assert {row["recipe"] for row in te["precision"]["linears"]} == {"simulated"}
@@ -81,7 +81,7 @@ def test_what_every_tensor_rank_holds_whole_counts_once(server: Server) -> None:
     ranks = on_ranks(server, "latent", **LAYOUT)
     for result in ranks:
         split, whole = result["split"], result["whole"]
-        check(split, whole)
+        check_agreement(split, whole)
         down = [name for name in split["plan"] if name.endswith("_down_proj")]
         assert len(down) == 2
         in_order = ["q_down_proj", "kv_down_proj", "q_up_proj", "kv_up_proj", "proj", "fc1", "fc2"]

@@ -18,11 +18,11 @@ from tests.models import (
     EXPERTS,
     FP32,
     Choice,
+    assignment,
     build,
     copy_weights,
     local_name,
     losses,
-    plan,
     planned,
 )
 from tests.te.observed import Keeper, agree, observed
@@ -161,7 +161,7 @@ def test_bf16_is_transformer_engine_bit_by_bit(grouped: bool) -> None:
     under = simulated(model, "bf16")
     assert run(model, under)[0] == truth[0]
     assert all(torch.equal(g, truth[1][n]) for n, g in gradients(model).items())
-    under.apply(plan(under, "fp4"))
+    under.apply(assignment(under, "fp4"))
     with under.runtime.running_in_bf16():
         assert losses(model) == truth[0]
     assert losses(model) != truth[0]

@@ -14,7 +14,7 @@ from megatron_snip.linears.availability import available_options, resolve_format
 from megatron_snip.linears.model import PlannedModel
 from megatron_snip.options import Option
 from megatron_snip.topology import Topology
-from tests.models import EXPERTS, build, by_name, losses, plan, planned, ran
+from tests.models import EXPERTS, assignment, build, by_name, losses, planned, ran
 
 OVERRIDE = os.environ.get("NVTE_BACKWARD_OVERRIDE", "")
 
@@ -30,7 +30,7 @@ def test_an_option_names_what_its_gemms_multiply(changes: dict[str, Any]) -> Non
     assert available_options(under, config).options == config.options
     words = {"bf16": "bf16", "fp8": "mxfp8", "fp4": "nvfp4"}
     for option in config.options:
-        under.apply(plan(under, str(option)))
+        under.apply(assignment(under, str(option)))
         for module in by_name(under).values():
             module.seen.clear()
         losses(model)

@@ -65,9 +65,9 @@ def test_a_plan_runs_the_fused_operations_in_its_recipe(
     model = job(monkeypatch, **MXFP8)
     under = untouched(model)
     first = step(model)
-    under.apply(models.plan(under, option))
+    under.apply(models.assignment(under, option))
     assert equal(step(model), truth)
-    under.apply(models.plan(under, "fp8"))
+    under.apply(models.assignment(under, "fp8"))
     assert equal(step(model), first)
 
 

@@ -30,7 +30,7 @@ from megatron_snip.statistics.sample import MeasureSettings
 from megatron_snip.topology import Topology
 from tests import models
 from tests.distributed.layouts import names
-from tests.models import BATCH, EXPERTS, SEQUENCE, build, ours, plan, planned, training
+from tests.models import BATCH, EXPERTS, SEQUENCE, assignment, build, ours, planned, training
 
 STAGES = ("training", "validation")
 
@@ -68,7 +68,7 @@ class Job:
         self.graphed = FullCudaGraphWrapper(self.schedule, cuda_graph_warmup_steps=1)
 
     def apply(self, choice: str) -> None:
-        self.model.apply(plan(self.model, choice))
+        self.model.apply(assignment(self.model, choice))
 
     def step(self, function: Any) -> tuple[list[float], list[torch.Tensor]]:
         """Losses and gradients of the same data under the current weights."""
@@ -285,7 +285,7 @@ def test_only_a_captured_linear_s_option_costs_a_capture(session: Session, caplo
     first = [layer.cuda_graphs for layer in job.helper.flattened_callables]
 
     def choose(low: str) -> dict[str, Any]:
-        return plan(job.model, lambda name: "mxfp8" if low in name else "bf16")
+        return assignment(job.model, lambda name: "mxfp8" if low in name else "bf16")
 
     job.model.apply(choose("self_attention"))
     session.graphs.capture_again(session.graph_helpers)

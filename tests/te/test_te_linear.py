@@ -24,12 +24,12 @@ from tests.models import (
     EXPERTS,
     FP32,
     Choice,
+    assignment,
     batches,
     build,
     by_name,
     forward_step,
     losses,
-    plan,
     planned,
 )
 
@@ -62,7 +62,7 @@ def runs(model: Any, under: PlannedModel, choice: Choice) -> bool:
     for module in modules.values():
         module.seen.clear()
     assert len(losses(model)) == 2
-    wanted = {name: {option.formats} for name, option in plan(under, choice).items()}
+    wanted = {name: {option.formats} for name, option in assignment(under, choice).items()}
     return wanted == {name: set(module.seen) for name, module in modules.items()}
 
 
@@ -92,10 +92,10 @@ def test_every_linear_runs_its_option_from_the_next_step_on() -> None:
     kinds = (CHOICES, OTHERS, CHOICES, dict.fromkeys(CHOICES, "bf16"), OTHERS)
     by_layer = lambda name: "nvfp4" if ".layers.1." in name else "bf16"  # noqa: E731
     for choice in (by_layer, *map(choices_of, kinds)):
-        under.apply(plan(under, choice))
+        under.apply(assignment(under, choice))
         assert runs(model, under, choice)
     builds = [module.num_builds for module in by_name(under).values()]
-    under.apply(plan(under, choice))
+    under.apply(assignment(under, choice))
     losses(model)  # quantizers are reused while an option stays
     assert [module.num_builds for module in by_name(under).values()] == builds
 
@@ -110,7 +110,7 @@ def test_a_new_option_needs_no_first_microbatch() -> None:
 
     model, under = under_plan("nvfp4-mxfp8-bf16")
     before = [loss(model), loss(model)]
-    under.apply(plan(under, "mxfp8-nvfp4-bf16"))
+    under.apply(assignment(under, "mxfp8-nvfp4-bf16"))
     changed = loss(model)
     assert loss(under_plan("mxfp8-nvfp4-bf16")[0]) == changed
     assert before[0] == before[1] != changed
@@ -135,7 +135,7 @@ def test_a_recipe_of_the_same_class_is_replaced() -> None:
         losses(model)
         assert all(m.fp8_meta["scaling_fwd"].recipe.fp8_format is Format.HYBRID for m in modules)
     under.install()
-    under.apply(plan(under, "mxfp8"))
+    under.apply(assignment(under, "mxfp8"))
     losses(model)
     assert all(m.fp8_meta["scaling_fwd"].recipe.fp8_format is Format.E4M3 for m in modules)
 
@@ -191,7 +191,7 @@ def test_uninstalling_restores_every_module() -> None:
     for module, params in zip(modules, theirs, strict=True):
         module.te_quant_params = params
     under = PlannedModel([model], Topology(), seed=0)
-    under.apply(plan(under, "nvfp4"))
+    under.apply(assignment(under, "nvfp4"))
     assert runs(model, under, "mxfp8")  # not installed yet
     under.install()
     under.install()

@@ -23,7 +23,7 @@ from megatron_snip.planning.plan import assigned_plan, write_plan
 from megatron_snip.reporting.run_directory import RunDirectory
 from megatron_snip.run.controller import SnipController
 from megatron_snip.topology import Topology
-from tests.models import EXPERTS, build, by_name, losses, ours, plan, planned, ran
+from tests.models import EXPERTS, assignment, build, by_name, losses, ours, planned, ran
 from tests.te_on_cpu.capability import answers, forget
 
 HOPPER, BLACKWELL = (9, 0), (10, 0)
@@ -216,7 +216,7 @@ def test_a_plan_file_runs_as_the_machine_can(
     model, path = build(), tmp_path / "plan.json"
     under = PlannedModel([model], Topology(), seed=0)
     stage_and_flops = {i.name: (i.stage, i.flops_per_token) for i in under.all_linears}
-    write_plan(assigned_plan(plan(under, option), stage_and_flops, "fp4", "snip"), path)
+    write_plan(assigned_plan(assignment(under, option), stage_and_flops, "fp4", "snip"), path)
     config = SnipConfig(
         collect_only=True, start_step=1000, plan_file=path, formats=formats, granularity="gemm"
     )

@@ -23,7 +23,7 @@ def test_a_switch_to_fp8_and_back_leaves_nothing_behind(
     under = models.planned(model, microbatch_tokens=tokens)
     found, held = {}, {}
     for label in ("bf16", "fp8", "bf16 again"):
-        under.apply(models.plan(under, label.split()[0]))
+        under.apply(models.assignment(under, label.split()[0]))
         for _ in range(5):
             model.zero_grad()
             begin = time.perf_counter()

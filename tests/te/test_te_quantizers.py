@@ -40,7 +40,7 @@ def directions(recipe: TERecipe, tensor: str) -> tuple[Any, Any]:
     return quantizer, quantizer
 
 
-def check(quantizer: Any, recipe: str, tensor: str) -> None:
+def check_quantizer(quantizer: Any, recipe: str, tensor: str) -> None:
     """Of the recipe's class; E5M2 for a gradient of a hybrid recipe alone."""
     name = recipe.removesuffix("_hybrid")
     assert type(quantizer).__name__ == CLASSES[name]
@@ -57,14 +57,14 @@ def test_every_gemm_has_both_operands_in_its_format(fprop: str) -> None:
         x_row, x_column = directions(recipe, "input")
         w_row, w_column = directions(recipe, "weight")
         g_row, g_column = directions(recipe, "grad_output")
-        check(x_row, recipe.fprop, "input")
-        check(w_row, recipe.fprop, "weight")
-        check(g_row, recipe.dgrad, "grad_output")
-        check(w_column, recipe.dgrad, "weight")
+        check_quantizer(x_row, recipe.fprop, "input")
+        check_quantizer(w_row, recipe.fprop, "weight")
+        check_quantizer(g_row, recipe.dgrad, "grad_output")
+        check_quantizer(w_column, recipe.dgrad, "weight")
         if recipe.fprop != recipe.dgrad:  # 1x16 tiles, not the 16x16 blocks that serve both
             assert not getattr(w_column, "with_2d_quantization", False)
-        check(g_column, recipe.wgrad, "grad_output")
-        check(x_column, recipe.wgrad, "input")
+        check_quantizer(g_column, recipe.wgrad, "grad_output")
+        check_quantizer(x_column, recipe.wgrad, "input")
 
 
 def test_what_no_gemm_takes_stays_in_high_precision() -> None:

@@ -20,7 +20,7 @@ from megatron_snip.statistics.observer import StepObserver
 from megatron_snip.statistics.sample import MeasureSettings
 from megatron_snip.topology import Topology
 from megatron_snip.types import Operand
-from tests.models import EXPERTS, build, losses, plan, planned, training
+from tests.models import EXPERTS, assignment, build, losses, planned, training
 
 MXFP8 = {"fp8": "e4m3", "fp8_recipe": "mxfp8"}
 JOBS: dict[str, dict[str, Any]] = {
@@ -161,7 +161,7 @@ def test_one_copy_for_linears_planned_otherwise_and_none_for_others() -> None:
     losses(model)
     for linear in under.linears:
         assert torch.equal(linear.stored.value(0), 2 * before[linear.name])
-    under.apply(plan(under, "fp8"))
+    under.apply(assignment(under, "fp8"))
     assert not any(linear.stored._dequantized for linear in under.linears)
     with under.runtime.running_in_bf16():
         losses(model)

@@ -21,7 +21,7 @@ from megatron_snip.planning.calibration import read_calibration
 from megatron_snip.planning.planner import make_plan
 from megatron_snip.planning.settings import PlanSettings
 from megatron_snip.topology import Topology
-from tests.models import BATCH, SEQUENCE, build, losses, plan, planned, ran
+from tests.models import BATCH, SEQUENCE, assignment, build, losses, planned, ran
 from tests.te_on_cpu import probe
 
 SECONDS = {"bf16": 3.0, "mxfp8": 2.0, "nvfp4": 1.0}
@@ -164,6 +164,6 @@ def test_what_is_refused_would_fail(monkeypatch: pytest.MonkeyPatch) -> None:
     under = planned(model, "fp8", microbatch_tokens=24)
     with pytest.raises((AssertionError, RuntimeError, ValueError), match="divisible by"):
         losses(model)
-    under.apply(plan(under, "bf16"))
+    under.apply(assignment(under, "bf16"))
     losses(model)
     assert ran(under) == {("bf16",) * 3}

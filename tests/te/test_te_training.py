@@ -14,11 +14,11 @@ from tests.distributed.layouts import names
 from tests.models import (
     EXPERTS,
     LATENT,
+    assignment,
     batches,
     build,
     by_name,
     losses,
-    plan,
     planned,
     training,
 )
@@ -65,7 +65,7 @@ def same(one: Any, other: Any) -> bool:
     )
 
 
-def observed(under: PlannedModel) -> Before:
+def measuring(under: PlannedModel) -> Before:
     """Measure every step in the formats of a Blackwell GPU."""
     formats = under.measured_formats(("fp8", "fp4"))
 
@@ -87,7 +87,7 @@ def test_what_the_job_runs_is_bitwise_transformer_engine_s(variant: str) -> None
         model = build(**changes)
         under = planned(model)
         under.apply(under.job_options())
-        before = observed(under) if is_measured else lambda _: nullcontext()
+        before = measuring(under) if is_measured else lambda _: nullcontext()
         found = list(states(model, 3, before))
         assert all(map(same, found, plain))
         assert all(linear.is_untouched for linear in under.linears)
@@ -106,7 +106,7 @@ def test_a_plan_that_changes_runs_in_each_step_and_evaluations_leave_no_trace(
         under = planned(model)
 
         def before(step: int, model: Any = model, under: PlannedModel = under) -> Any:
-            under.apply(plan(under, PLANS[step]))
+            under.apply(assignment(under, PLANS[step]))
             for module in by_name(under).values():
                 module.seen.clear()
             return nullcontext()

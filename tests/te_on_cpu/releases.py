@@ -50,7 +50,7 @@ def answer(option: Option, changes: dict[str, Any]) -> str:
     if all(linear.refusal(option) for linear in chosen):
         return "refused"
     names = {linear.name for linear in chosen}
-    under.apply(models.plan(under, lambda name: str(option) if name in names else "bf16"))
+    under.apply(models.assignment(under, lambda name: str(option) if name in names else "bf16"))
     models.losses(model)
     seen = {formats for linear in chosen for formats in linear.module.seen}
     wanted = tuple(WORDS.get(name, name) for name in option.formats)

@@ -23,7 +23,7 @@ def previous(tmp_path: Path) -> str:
     return str(path)
 
 
-def plan(printed: Any, *words: str) -> list[str]:
+def printed_options(printed: Any, *words: str) -> list[str]:
     """Return the options of the plan that `plan ... --json` prints."""
     return options_of(PrecisionPlan.from_dict(json.loads(printed("plan", *words, "--json"))))
 
@@ -63,13 +63,13 @@ def test_the_table_has_the_choices_the_quality_and_no_solver_noise(
 def test_flags_reach_the_planner(
     problem: str, words: list[str], options: list[str], printed: Any
 ) -> None:
-    assert plan(printed, problem, *words) == options
+    assert printed_options(printed, problem, *words) == options
 
 
 def test_changes_have_a_price(problem: str, previous: str, printed: Any) -> None:
     words = [problem, "--previous", previous, "--change-penalty"]
-    assert plan(printed, *words, "0.1") == ["fp4", "fp4", "fp8", "fp8"]
-    assert plan(printed, *words, "9") == ["fp8", "fp8", "fp4", "fp4"]
+    assert printed_options(printed, *words, "0.1") == ["fp4", "fp4", "fp8", "fp8"]
+    assert printed_options(printed, *words, "9") == ["fp8", "fp8", "fp4", "fp4"]
 
 
 def test_infeasible_constraints_exit_with_3_and_are_named(

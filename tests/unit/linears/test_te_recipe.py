@@ -108,7 +108,7 @@ def test_a_recipe_applies_as_megatron_decides(
         assert asked == truth
 
 
-def linear(rows: int, cols: int, **config: Any) -> Any:
+def te_linear(rows: int, cols: int, **config: Any) -> Any:
     weight = torch.empty(rows, cols, device="meta")
     return SimpleNamespace(weight=weight, config=SimpleNamespace(**config))
 
@@ -130,11 +130,11 @@ def accepted(module: Any, is_expert: bool = False) -> set[str]:
 def test_both_dimensions_of_a_shard_must_be_multiples(
     shape: tuple[int, int], names: set[str]
 ) -> None:
-    assert accepted(linear(*shape)) == names
+    assert accepted(te_linear(*shape)) == names
 
 
 def test_the_largest_multiple_of_a_mixed_recipe_counts() -> None:
-    module = linear(48, 48)
+    module = te_linear(48, 48)
     assert shape_refusal(module, False, TERecipe("blockwise", "bf16", "bf16")) is None
     refusal = shape_refusal(module, False, TERecipe("blockwise", "bf16", "mxfp8"))
     assert refusal is not None and "(48, 48)" in refusal and "mxfp8" in refusal
@@ -153,7 +153,7 @@ def test_the_largest_multiple_of_a_mixed_recipe_counts() -> None:
 def test_experts_run_what_their_tokens_are_padded_for(
     config: dict[str, Any], names: set[str]
 ) -> None:
-    module = linear(128, 128, **config)
+    module = te_linear(128, 128, **config)
     every = {"bf16", "blockwise", "mxfp8", "nvfp4", "tensorwise"}
     assert accepted(module) == every  # a dense linear's tokens are not padded
     assert accepted(module, is_expert=True) == names

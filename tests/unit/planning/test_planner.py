@@ -115,7 +115,7 @@ def test_the_planner_needs_neither_torch_nor_megatron() -> None:
 CHECKED = problem_of([[0.0, 1.0], [0.0, 2.0], [0.0, 3.0], [0.0, None]], stages=[0, 0, 1, 1])
 
 
-def plan(options: list[str], **changes: object) -> PrecisionPlan:
+def assigned(options: list[str], **changes: object) -> PrecisionPlan:
     """A plan for CHECKED whose numbers are right unless changed."""
     known = {"fp4": (1.0, 2.0, 3.0, None)}
     losses = [known.get(option, (0.0,) * 4)[i] for i, option in enumerate(options)]
@@ -148,7 +148,7 @@ FIRST_STAGE = ["fp4", "fp4", "fp8", "fp8"]
     ],
 )
 def test_wrong_numbers_are_found(changes: dict[str, object], fault: str) -> None:
-    (found,) = find_violations(plan(GOOD, **changes), CHECKED, PlanSettings())
+    (found,) = find_violations(assigned(GOOD, **changes), CHECKED, PlanSettings())
     assert fault in found
 
 
@@ -170,13 +170,13 @@ def test_wrong_numbers_are_found(changes: dict[str, object], fault: str) -> None
 def test_broken_constraints_are_found(
     options: list[str], settings: dict[str, object], faults: list[str]
 ) -> None:
-    found = find_violations(plan(options), CHECKED, PlanSettings(**settings))
+    found = find_violations(assigned(options), CHECKED, PlanSettings(**settings))
     assert len(found) == len(faults) and all(map(str.__contains__, found, faults)), found
 
 
 def test_policies_without_a_target_meet_the_other_constraints() -> None:
     def faults(option: str, policy: str, target: float = 0.0) -> list[str]:
-        made = plan([option] * 4, target=target)
+        made = assigned([option] * 4, target=target)
         return find_violations(made, CHECKED, PlanSettings(policy=policy), heeds_target=False)
 
     assert faults("fp8", "uniform-fp8") == faults("bf16", "uniform-bf16") == []

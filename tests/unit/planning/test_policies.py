@@ -22,7 +22,7 @@ LOSSES = [[0.0, 1.0]] * 4
 FORBIDDEN = "forbidden options"
 
 
-def options(problem: PlanningProblem, **settings: object) -> list[str]:
+def options_under(problem: PlanningProblem, **settings: object) -> list[str]:
     return options_of(make_plan(problem, PlanSettings(**settings)))
 
 
@@ -35,18 +35,23 @@ def conflict(problem: PlanningProblem, **settings: object) -> InfeasiblePlanErro
 
 def test_pins_fix_the_linears_that_match() -> None:
     pins = (("decoder.layers.[23].*", "fp4-fp4-fp4"), ("*.layers.3.*", "fp4"))
-    assert options(problem_of(LOSSES), pins=pins) == ["fp8", "fp8", "fp4", "fp4"]
+    assert options_under(problem_of(LOSSES), pins=pins) == ["fp8", "fp8", "fp4", "fp4"]
     # bf16 may be pinned where the problem does not list it.
     pins = (("*.layers.0.*", "bf16"),)
-    assert options(problem_of(LOSSES, target=0.75), pins=pins) == ["bf16", "fp4", "fp4", "fp4"]
+    assert options_under(problem_of(LOSSES, target=0.75), pins=pins) == [
+        "bf16",
+        "fp4",
+        "fp4",
+        "fp4",
+    ]
 
 
 def test_pins_that_cannot_be_met_are_usage_errors() -> None:
     problem = problem_of(LOSSES)
     with pytest.raises(UsageError, match="no linear's name matches"):
-        options(problem, pins=(("encoder.*", "fp8"),))
+        options_under(problem, pins=(("encoder.*", "fp8"),))
     with pytest.raises(UsageError, match=r"'fp3' is not an option .*fp8, fp4"):
-        options(problem, pins=(("*", "fp3"),))
+        options_under(problem, pins=(("*", "fp3"),))
 
 
 def test_only_stages_that_conflict_are_named() -> None:
@@ -99,7 +104,7 @@ LINEARS = ("random", "min-abs-err", "min-rel-err", "norms", "layer-type", "layer
 GEMMS = ("random-gemm", "grads-first")
 
 
-def model(
+def problem_in_layers(
     layers: int, target: float = 0.6, seed: int | None = None, granularity: Granularity = "linear"
 ) -> PlanningProblem:
     """Four linears a layer, equal ones without a seed; a quality loss grows with the saving."""
@@ -118,12 +123,12 @@ def model(
     return PlanningProblem(linears=tuple(linears), target=target)
 
 
-def plan(policy: str, problem: PlanningProblem, **settings: object) -> PrecisionPlan:
+def plan_under(policy: str, problem: PlanningProblem, **settings: object) -> PrecisionPlan:
     return make_plan(problem, PlanSettings(policy=policy, **settings))
 
 
 def lowered(policy: str, problem: PlanningProblem, target: float) -> list[str]:
-    made = plan(policy, problem, target=target)
+    made = plan_under(policy, problem, target=target)
     return [name for name, option in made.linears.items() if str(option) == "fp4"]
 
 
@@ -140,16 +145,16 @@ def test_policies_are_found_by_name_and_state_what_they_are() -> None:
             get_policy(name)
     for name in GEMMS:
         with pytest.raises(UsageError, match="orders GEMMs"):
-            plan(name, model(2))
+            plan_under(name, problem_in_layers(2))
 
 
 @pytest.mark.parametrize("name", POLICIES)
 def test_measured_numbers_decide_the_plans_of_policies_that_need_them(name: str) -> None:
     def planned(seed: int) -> PrecisionPlan:
-        problem = model(6, seed=seed, granularity="gemm")
-        flops = {row.name: row.flops for row in model(6, seed=0).linears}
+        problem = problem_in_layers(6, seed=seed, granularity="gemm")
+        flops = {row.name: row.flops for row in problem_in_layers(6, seed=0).linears}
         rows = [row.model_copy(update={"flops": flops[row.name]}) for row in problem.linears]
-        return plan(name, problem.model_copy(update={"linears": tuple(rows)}))
+        return plan_under(name, problem.model_copy(update={"linears": tuple(rows)}))
 
     is_same = planned(0).digest == planned(1).digest
     assert is_same != POLICIES[name].needs_statistics
@@ -164,9 +169,9 @@ def test_the_target_is_exceeded_by_less_than_what_is_lowered_last(
     policy: str, granularity: Granularity, seed: int
 ) -> None:
     target = 0.4 + 0.2 * float(np.random.default_rng(seed).random())
-    problem = model(6, target, seed, granularity)
+    problem = problem_in_layers(6, target, seed, granularity)
     for pins, balance in itertools.product(((), (("*.layers.2.*", "fp8"),)), ("none", "stage")):
-        made = plan(policy, problem, seed=seed, pins=pins, pipeline_balance=balance)
+        made = plan_under(policy, problem, seed=seed, pins=pins, pipeline_balance=balance)
         groups = [made.efficiency] if balance == "none" else made.stages
         for stage, efficiency in enumerate(groups):
             flops = [x.flops for x in problem.linears if balance == "none" or x.stage == stage]
@@ -176,33 +181,36 @@ def test_the_target_is_exceeded_by_less_than_what_is_lowered_last(
 
 @pytest.mark.parametrize("policy", ["snip", *LINEARS])
 def test_every_constraint_holds(policy: str) -> None:
-    problem = model(6, seed=0)
+    problem = problem_in_layers(6, seed=0)
     pins = (("*.layers.3.*", "bf16"), ("*.layers.5.*", "fp4"))
     for balance in ("none", "stage", "bottleneck"):  # make_plan has every plan checked
-        plan(policy, problem, pipeline_balance=balance, pins=pins, target=0.5)
+        plan_under(policy, problem, pipeline_balance=balance, pins=pins, target=0.5)
     with pytest.raises(InfeasiblePlanError) as caught:
-        plan(policy, problem, target=0.9, pins=(("*.layers.[45].*", "fp8"),))
+        plan_under(policy, problem, target=0.9, pins=(("*.layers.[45].*", "fp8"),))
     flops = [linear.flops for linear in problem.linears]
     assert caught.value.best_target == pytest.approx(sum(flops[:16]) / sum(flops))
 
 
 def test_rules_of_practice() -> None:
-    low = layers_of(lowered("last-blocks", model(62), 52 / 62))
+    low = layers_of(lowered("last-blocks", problem_in_layers(62), 52 / 62))
     assert set(range(62)) - low == {0, 1, *range(54, 62)}  # NVIDIA's 12B model
-    low = layers_of(lowered("last-blocks", model(12), 9 / 12))
+    low = layers_of(lowered("last-blocks", problem_in_layers(12), 9 / 12))
     assert set(range(12)) - low == {0, 10, 11}
-    made = plan("grads-first", model(6, granularity="gemm"), target=7 / 9)
+    made = plan_under("grads-first", problem_in_layers(6, granularity="gemm"), target=7 / 9)
     assert {o.formats[1:] for o in made.linears.values()} == {("fp4", "fp4")}
     assert layers_of([n for n, o in made.linears.items() if o.fprop == "fp4"]) == {2, 3}
 
 
 def test_layer_policies_protect_fc2_and_the_outer_layers() -> None:
-    problem = model(3)
+    problem = problem_in_layers(3)
     assert lowered("layer-type", problem, 3 / 12) == [name_of(i, MODULES[2]) for i in range(3)]
     protected = set(problem.names) - set(lowered("layer-type", problem, 9 / 12))
     assert protected == {name_of(i, MODULES[3]) for i in range(3)}
-    assert layers_of(lowered("layer-id", model(12), 0.5)) == {3, 4, 5, 6, 7, 8}
-    rows = [row.model_copy(update={"name": f"n{i}"}) for i, row in enumerate(model(1).linears)]
+    assert layers_of(lowered("layer-id", problem_in_layers(12), 0.5)) == {3, 4, 5, 6, 7, 8}
+    rows = [
+        row.model_copy(update={"name": f"n{i}"})
+        for i, row in enumerate(problem_in_layers(1).linears)
+    ]
     without = problem.model_copy(update={"linears": tuple(rows)})
     assert lowered("layer-id", without, 0.5) == ["n1", "n2"]  # position instead of layer
 
@@ -219,20 +227,20 @@ def test_local_errors_are_lowered_smallest_first_and_unknown_ones_last(
     assert lowered(policy, problem, 0.5) == [name_of(0), name_of(2)]
     assert lowered(policy, problem, 0.75) == [name_of(0), name_of(1), name_of(2)]
     with pytest.raises(UsageError, match=f"needs the score '{score}'"):
-        plan(policy, problem_of([[0.0, 1.0]] * 2))
+        plan_under(policy, problem_of([[0.0, 1.0]] * 2))
 
 
 def test_uniform_policies_ignore_the_target_and_respect_pins() -> None:
     problem = problem_of([[0.5, 1.0], [0.25, None]], target=0.75)
-    made = plan("uniform-fp4", problem_of([[0.5, 1.0], [0.25, 2.0]], 0.75))
+    made = plan_under("uniform-fp4", problem_of([[0.5, 1.0], [0.25, 2.0]], 0.75))
     assert options_of(made) == ["fp4", "fp4"]
     assert (made.status, made.target, made.objective, made.bound) == ("fixed", 0.0, 3.0, 3.0)
-    assert options_of(plan("uniform-bf16", problem)) == ["bf16", "bf16"]
-    pinned = plan("uniform-fp4", problem, pins=((name_of(1), "fp8"),))
+    assert options_of(plan_under("uniform-bf16", problem)) == ["bf16", "bf16"]
+    pinned = plan_under("uniform-fp4", problem, pins=((name_of(1), "fp8"),))
     assert options_of(pinned) == ["fp4", "fp8"]
     with pytest.raises(InfeasiblePlanError) as caught:
-        plan("uniform-fp4", problem)
+        plan_under("uniform-fp4", problem)
     assert caught.value.conflicts == ("policy uniform-fp4", "forbidden options")
     assert f"no option is left for {name_of(1)}" in str(caught.value)
     with pytest.raises(UsageError, match="fp3"):
-        plan("uniform-fp3", problem)
+        plan_under("uniform-fp3", problem)
