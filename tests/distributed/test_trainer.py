@@ -21,8 +21,15 @@ from tests.distributed.train_command import command, environment, read_rows, run
 
 
 def test_one_command_trains_on_two_ranks_and_writes_the_run(tmp_path: Path) -> None:
+    """It imports nothing from the folder where it is given, in which there is a yaml.py."""
     run_dir = tmp_path / "run"
-    done = run_command([*command(run_dir), "--train-iters", "4", "--lr", "1e-2"], tmp_path)
+    here = tmp_path / "here"
+    here.mkdir()
+    (here / "yaml.py").write_text(f"open({str(tmp_path / 'imported')!r}, 'w')\n")
+    words = [*command(run_dir), "--train-iters", "4", "--lr", "1e-2"]
+    words.insert(1, "-P")  # as the command of an installation, whose own folder is first
+    done = run_command(words, tmp_path, cwd=here)
+    assert not (tmp_path / "imported").exists()
     assert (done.returncode, done.stderr) == (0, "")
     assert "validation loss" in done.stdout
     assert done.stdout.endswith(f"next: megatron-snip report {run_dir}\n")
@@ -87,16 +94,11 @@ def test_a_nan_loss_ends_the_run_and_keeps_the_last_checkpoint(tmp_path: Path) -
     assert (save / "latest_checkpointed_iteration.txt").read_text() == "2\n"
 
 
-def test_training_outlives_its_output_and_imports_nothing_from_its_folder(tmp_path: Path) -> None:
-    """As in `megatron-snip train 2>&1 | head -1`, in a folder with a file called yaml.py."""
-    here = tmp_path / "here"
-    here.mkdir()
-    (here / "yaml.py").write_text(f"open({str(tmp_path / 'imported')!r}, 'w')\n")
-    words = command(tmp_path / "run", train_iters=5, tensor_model_parallel_size=1)
-    words.insert(1, "-P")  # as the command of an installation, whose own folder is first
+@pytest.mark.slow
+def test_training_outlives_its_output(tmp_path: Path) -> None:
+    """As in `megatron-snip train 2>&1 | head -1`; see also tests/unit/test_output.py."""
     front = subprocess.Popen(
-        words,
-        cwd=here,
+        command(tmp_path / "run", train_iters=5, tensor_model_parallel_size=1),
         env=environment(tmp_path, PYTHONWARNINGS="ignore"),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -107,7 +109,6 @@ def test_training_outlives_its_output_and_imports_nothing_from_its_folder(tmp_pa
     front.stdout.close()
     assert front.wait(TIMEOUT_S) == 0
     assert len(read_rows(tmp_path / "run")) == 5
-    assert not (tmp_path / "imported").exists()
 
 
 # ---- signals ----------------------------------------------------------------------------------

@@ -42,10 +42,13 @@ def environment(folder: Path, **extra: str) -> dict[str, str]:
     return {**plain, "PYTHONPATH": path, "XDG_CACHE_HOME": str(folder / "cache"), **extra}
 
 
-def run_command(words: list[str], folder: Path, **extra: str) -> subprocess.CompletedProcess[str]:
+def run_command(
+    words: list[str], folder: Path, cwd: Path | None = None, **extra: str
+) -> subprocess.CompletedProcess[str]:
     """Run a command to its end."""
     return subprocess.run(
         words,
+        cwd=cwd,
         env=environment(folder, PYTHONWARNINGS="ignore", **extra),
         capture_output=True,
         text=True,

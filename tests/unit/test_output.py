@@ -2,6 +2,8 @@
 
 import csv
 import io
+import subprocess
+import sys
 
 import yaml
 from hypothesis import given
@@ -48,3 +50,31 @@ def test_a_terminal_gets_text_alone(name: str) -> None:
     out.print(name)
     out.print(table)
     assert out.file.getvalue().replace("\n", "").isprintable()
+
+
+PRINTING = """
+import sys
+from megatron_snip.output import outlive_output
+outlive_output()
+print("first", flush=True)
+sys.stdin.read(1)
+print("x" * 100_000, flush=True)
+print("\u00e9", file=sys.stderr, flush=True)
+sys.exit(7)
+"""
+
+
+def test_a_process_outlives_the_reader_of_its_output() -> None:
+    """As in `... 2>&1 | head -1`; training has a test of its own (tests/distributed)."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", PRINTING],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    assert process.stdin is not None and process.stdout is not None
+    assert process.stdout.readline() == "first\n"
+    process.stdout.close()
+    process.stdin.close()
+    assert process.wait(600) == 7
