@@ -61,6 +61,8 @@ BRIDGE_NVRX_PLATFORM ?= manylinux_2_39_x86_64
 export OMP_NUM_THREADS ?= 1
 # No test compiles, and without Dynamo every process that imports Megatron starts seconds sooner.
 unit distributed: export TORCHDYNAMO_DISABLE = 1
+# What a file's tests share is made once. Files with few tests take the longest: they do not wait.
+BY_FILE := --dist loadfile --no-loadscope-reorder
 
 .PHONY: help
 help:  ## show this list
@@ -125,11 +127,11 @@ docs-flags: $(STAMP)  ## write docs/flags.md from the command line's parsers
 
 .PHONY: unit
 unit: $(STAMP)  ## tests of one process
-	$(BIN)/pytest tests/unit tests/hostile -n 2 $(TIER) $(PYTEST_ARGS)
+	$(BIN)/pytest tests/unit tests/hostile -n 2 $(BY_FILE) $(TIER) $(PYTEST_ARGS)
 
 .PHONY: distributed
 distributed: $(STAMP)  ## tests of 2 and 4 gloo ranks
-	$(BIN)/pytest tests/distributed -n 2 --dist loadfile $(TIER) $(PYTEST_ARGS)
+	$(BIN)/pytest tests/distributed -n 2 $(BY_FILE) $(TIER) $(PYTEST_ARGS)
 
 .PHONY: test-megatron
 test-megatron:  ## train with Megatron's own pretrain (Python 3.12; MEGATRON_MAIN=a clone of it)

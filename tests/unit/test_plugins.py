@@ -2,7 +2,6 @@
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -11,7 +10,12 @@ from megatron_snip.config import make_config
 from megatron_snip.errors import UsageError
 from megatron_snip.planning import solver_process
 from megatron_snip.planning.plan import PrecisionPlan
+from megatron_snip.planning.planner import make_plan
+from megatron_snip.planning.settings import PlanSettings
 from megatron_snip.planning.solver_process import worker_command, worker_environment
+from megatron_snip.plugins import load_plugins
+from megatron_snip.reporting.writers import added_writers
+from tests.processes import run_copy
 from tests.unit.planning.build import problem_of
 
 PLUGIN = """
@@ -51,39 +55,29 @@ WRITERS["lines"] = Lines
 def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     (tmp_path / "our_snip.py").write_text(PLUGIN)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.syspath_prepend(str(tmp_path))
     return "our_snip"
 
 
-def in_a_process(code: str) -> str:
-    command = [sys.executable, "-W", "ignore", "-c", code]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
 def test_a_named_module_adds_a_format_a_policy_and_a_writer(module: str) -> None:
-    code = f"""
-from megatron_snip.config import make_config
-config = make_config({{"plugins": "{module}", "formats": "fp8,fp4_64", "policy": "first-first"}})
-from megatron_snip.reporting.writers import added_writers
-(writer,) = added_writers(config.model_dump(mode="json"))
-print(config.lowest_format, type(writer).__name__, writer.policy)
-"""
-    assert in_a_process(code).split() == ["fp4_64", "Lines", "first-first"]
+    def name_it() -> None:
+        values = {"plugins": module, "formats": "fp8,fp4_64", "policy": "first-first"}
+        config = make_config(values)
+        assert config.lowest_format == "fp4_64"
+        (writer,) = added_writers(config.model_dump(mode="json"))
+        assert (type(writer).__name__, writer.policy) == ("Lines", "first-first")
+
+    assert run_copy(name_it) == 0
 
 
 def test_a_policy_may_have_no_target(module: str) -> None:
-    code = f"""
-from megatron_snip.plugins import load_plugins
-load_plugins(["{module}"])
-from megatron_snip.planning.planner import make_plan
-from megatron_snip.planning.settings import PlanSettings
-from tests.unit.planning.build import problem_of
-problem = problem_of([[0.0, 1.0]] * 4, target=0.5)
-plans = [make_plan(problem, PlanSettings(policy=p)) for p in ("first-first", "high")]
-print([(plan.target, plan.efficiency) for plan in plans])
-"""
-    assert in_a_process(code).strip() == "[(0.5, 0.5), (0.0, 0.0)]"
+    def plan() -> None:
+        load_plugins([module])
+        problem = problem_of([[0.0, 1.0]] * 4, target=0.5)
+        plans = [make_plan(problem, PlanSettings(policy=p)) for p in ("first-first", "high")]
+        assert [(plan.target, plan.efficiency) for plan in plans] == [(0.5, 0.5), (0.0, 0.0)]
+
+    assert run_copy(plan) == 0
 
 
 def test_the_solvers_process_has_the_plugins_of_the_run(

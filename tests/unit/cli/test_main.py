@@ -195,6 +195,7 @@ def test_a_script_that_never_trains_says_so(
     assert run_script(script) == 0
     assert capsys.readouterr().err == ""
     monkeypatch.setattr(REGISTRY.session, "cli_flags", {"snip_enabled": True})
+    monkeypatch.setattr(REGISTRY.session, "reached_loop", False)
     assert run_script(script) == 0
     assert "neither Megatron-LM's nor Megatron-Bridge's pretrain" in capsys.readouterr().err
 

@@ -2,6 +2,8 @@
 
 import json
 import math
+import os
+import resource
 import shutil
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
@@ -19,7 +21,7 @@ from megatron_snip.reporting.events import Event, Metrics, Notice, Reporter, Set
 from megatron_snip.reporting.report import read_reference
 from megatron_snip.reporting.run_directory import OldRun, RunDirectory, open_run
 from megatron_snip.reporting.run_record import read_metrics, read_run
-from tests.processes import run_python
+from tests.processes import run_copy
 from tests.unit.reporting.runs import (
     Shape,
     applied,
@@ -200,15 +202,13 @@ def test_a_plan_file_is_not_moved_or_deleted_before_it_is_read(
 
 
 def test_a_killed_run_leaves_complete_lines(tmp_path: Path) -> None:
-    script = (
-        "import os; from pathlib import Path\n"
-        "from megatron_snip.reporting.run_directory import RunDirectory\n"
-        f"run = RunDirectory(Path({str(tmp_path)!r}))\n"
-        "for k in range(300):\n"
-        "    run.append_metrics({'iteration': k, 'text': 'x' * 101})\n"
-        "os._exit(9)\n"
-    )
-    assert run_python("-c", script).returncode == 9
+    def train() -> None:
+        run = RunDirectory(tmp_path)
+        for k in range(300):
+            run.append_metrics({"iteration": k, "text": "x" * 101})
+        os._exit(9)
+
+    assert run_copy(train) == 9
     assert [row["iteration"] for row in rows(tmp_path)] == list(range(300))
 
 
@@ -365,32 +365,22 @@ def test_a_run_is_not_read_through_links_in_it(tmp_path: Path, name: str) -> Non
     assert read_run(path).metrics == whole.metrics
 
 
-FULL_DISK = """
-import resource, sys
-from pathlib import Path
-from megatron_snip.reporting.run_directory import open_run
-from tests.unit.reporting.runs import Shape, config, write_events
-
-SHAPE = Shape(config(), backend="simulate")
-
-soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-settings = {"train_iters": SHAPE.iterations, "snip": SHAPE.config.model_dump(mode="json")}
-for limit in map(int, sys.argv[2:]):
-    run = open_run(Path(sys.argv[1]) / str(limit), settings, "refuse")
-    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
-    write_events(run, SHAPE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-"""
-
-
 def test_a_disk_that_is_full_at_any_moment_leaves_a_run_that_can_be_read_and_continued(
     tmp_path: Path,
 ) -> None:
     """No file may have more bytes than a limit; the last line of the metrics may be cut."""
     limits = (0, 1, 50, 100, 101, 150, 333, 500, 1000, 2000, 4000, 10000)
-    done = run_python("-c", FULL_DISK, str(tmp_path), *limits)
-    assert done.returncode == 0, done.stderr
     settings = {"train_iters": SHAPE.iterations, "snip": SHAPE.config.model_dump(mode="json")}
+
+    def train() -> None:
+        soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+        for limit in limits:
+            run = open_run(tmp_path / str(limit), settings, "refuse")
+            resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
+            write_events(run, SHAPE)
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+    assert run_copy(train) == 0
     counts = []
     for limit in limits:
         path = tmp_path / str(limit)
