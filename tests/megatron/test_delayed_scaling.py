@@ -1,7 +1,15 @@
 """A job in delayed scaling, with Megatron's flags for its history: measuring, plans, a resume."""
 
-from tests.megatron.lab import COLLECT_ONLY, SNIP, Lab, applied_plans, logged, saving, weights
-from tests.megatron.test_te import options
+from tests.megatron.lab import (
+    COLLECT_ONLY,
+    SNIP,
+    Lab,
+    applied_plans,
+    logged,
+    recipes_of,
+    saving,
+    weights,
+)
 
 DELAYED = ["--fp8-format", "hybrid", "--fp8-recipe", "delayed", "--num-layers", "2"]
 DELAYED += ["--fp8-amax-history-len", "6", "--fp8-amax-compute-algo", "max", "--fp8-margin", "1"]
@@ -29,4 +37,4 @@ def test_a_killed_run_resumes_bitwise(te_lab: Lab) -> None:
     again = te_lab.run("te", [*PLANS, "--load", str(folder)], LOADS)
     assert weights(again) == weights(uninterrupted)
     assert applied_plans(again) == [9]
-    assert set(options(uninterrupted.output, 5).values()) == {"bf16", "delayed_hybrid"}
+    assert set(recipes_of(uninterrupted.output, 5).values()) == {"bf16", "delayed_hybrid"}

@@ -152,6 +152,17 @@ def test_names_that_slow_tests_and_benchmarks_import_exist() -> None:
     assert missing == []
 
 
+def test_no_test_module_imports_from_another() -> None:
+    """What several share is in a module that is named after it."""
+    found = {
+        f"{file.relative_to(ROOT)}: {name}"
+        for file in ROOT.glob("tests/**/*.py")
+        for name in imported(file)
+        if name.startswith("tests.") and name.rpartition(".")[2].startswith("test_")
+    }
+    assert found == set()
+
+
 @functools.cache
 def defined(file: Path) -> set[str]:
     """Names that a module assigns, defines or imports at its top level."""
