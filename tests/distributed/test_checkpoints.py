@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from megatron_snip.errors import SnipError
 from megatron_snip.planning.plan import read_plan
+from megatron_snip.run import controller
 from megatron_snip.trainer import session
 from megatron_snip.trainer.checkpoint import checkpoint_path, latest_iteration
 from megatron_snip.trainer.config import TrainConfig, make_train_config
@@ -27,7 +28,7 @@ from megatron_snip.trainer.model import (
 from tests.distributed.damage import empty_metadata, flip_a_bit, truncate
 from tests.distributed.launch import run_ranks
 from tests.distributed.layouts import EP2, OVERLAP, SP, TP2, VPP, names
-from tests.distributed.small_model import digest, prepare_rank
+from tests.distributed.small_model import SolverHere, digest, prepare_rank
 from tests.distributed.train_command import TINY, command, read_rows, run_command
 
 RUN_ALL = "tests.distributed.test_checkpoints:run_all"
@@ -99,7 +100,10 @@ def run_one(config: TrainConfig, stop: int) -> dict[str, Any]:
         return training(state, datasets, hook, *rest)
 
     try:
-        with mock.patch.object(session, "train", train):
+        with (
+            mock.patch.object(session, "train", train),
+            mock.patch.object(controller, "SolverProcess", SolverHere),
+        ):
             result = session.run_session(config, None)
     finally:
         destroy_parallel_state()

@@ -19,7 +19,7 @@ from megatron_snip.trainer.model import forward_step
 from megatron_snip.types import Gemm
 from tests.distributed.launch import ROOT, run_ranks
 from tests.distributed.layouts import TP2
-from tests.distributed.small_model import NARROW, Trainer, layout
+from tests.distributed.small_model import NARROW, SolverHere, Trainer, layout
 
 MODEL = {**NARROW, **TP2}
 SNIP: dict[str, Any] = {"interval": 4, "start_step": 2, "lag": 1, "efficiency_target": 0.5}
@@ -58,14 +58,20 @@ def uninterrupted(folder: Path) -> list[dict[str, Any]]:
     return on_ranks("train", snip=SNIP, parts=[NUM_ITERATIONS], folder=str(folder))
 
 
-def train(snip: dict[str, Any], parts: list[int], folder: str | None = None) -> dict[str, Any]:
+def train(
+    snip: dict[str, Any],
+    parts: list[int],
+    folder: str | None = None,
+    solves_here: bool = False,
+) -> dict[str, Any]:
     """On ranks: train for so many iterations in each part, which resumes from the one before."""
+    solver = SolverHere() if solves_here else None
     state, seen = None, []
     with layout({**MODEL, "train_iters": sum(parts)}) as trainer:
         for steps in parts:
             writes = folder is not None and dist.get_rank() == 0
             files = [RunDirectory(Path(folder))] if writes else []
-            controller = trainer.controller(snip, state=state, writers=files)
+            controller = trainer.controller(snip, solver, state, files)
             before = {"_forward_impl" in p.module.__dict__ for p in controller.model.linears}
             trainer.advance(steps, controller)
             saved = json.loads(json.dumps(controller.state(trainer.step).to_dict()))
@@ -156,12 +162,12 @@ def test_the_run_directory_holds_what_was_decided(
 
 @pytest.fixture(scope="module")
 def healed() -> list[dict[str, Any]]:
-    return on_ranks("train", snip=HEALED, parts=[18])
+    return on_ranks("train", snip=HEALED, parts=[18], solves_here=True)
 
 
 @pytest.fixture(scope="module")
 def static() -> list[dict[str, Any]]:
-    return on_ranks("train", snip=STATIC, parts=[18])
+    return on_ranks("train", snip=STATIC, parts=[18], solves_here=True)
 
 
 @pytest.mark.parametrize(("name", "snip"), [("healed", HEALED), ("static", STATIC)])
@@ -169,7 +175,7 @@ def test_a_schedule_of_targets_resumes_bit_by_bit(
     request: pytest.FixtureRequest, name: str, snip: dict[str, Any]
 ) -> None:
     straight = request.getfixturevalue(name)
-    resumed = on_ranks("train", snip=snip, parts=[4, 6, 8])
+    resumed = on_ranks("train", snip=snip, parts=[4, 6, 8], solves_here=True)
     for rank, wanted in zip(resumed, straight, strict=True):
         for key in (*REPLAYED, "plans", "measured", "warnings"):
             assert rank[key] == wanted[key], key
