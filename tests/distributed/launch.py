@@ -13,6 +13,7 @@ import faulthandler
 import functools
 import importlib
 import json
+import multiprocessing
 import os
 import signal
 import socket
@@ -230,6 +231,8 @@ def _be_rank(
         traceback.print_tb(error.__traceback__)
         print(f"{type(error).__name__}: {str(error)[:ERROR_HEAD]}", file=sys.stderr)
     finally:
+        for process in multiprocessing.active_children():  # of Megatron's checkpoint writer
+            process.terminate()
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(status)  # no atexit handlers: they belong to the parent

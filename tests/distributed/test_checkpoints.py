@@ -252,7 +252,7 @@ def test_a_full_disk_leaves_the_previous_checkpoint(
     assert done.returncode == 1
     reason = wanted.format(path=checkpoint_path(save, 2))
     reason += "OSError: [Errno 28] No space left on device"
-    assert done.stderr == f"megatron-snip: {reason}\n"
+    assert done.stderr.splitlines()[-1] == f"megatron-snip: {reason}"  # may follow a log line
     assert [p.name for p in save.glob("iter_*")] == ["iter_0000001"]
     assert latest_iteration(save) == 1
     (tmp_path / "sitecustomize.py").unlink()
