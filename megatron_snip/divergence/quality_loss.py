@@ -59,7 +59,7 @@ from megatron_snip.types import GEMM_OPERANDS, Gemm, Operand
 logger = logging.getLogger(__name__)
 
 FPROP_RATIO = 4.0
-"""With one microbatch: sum over linears of the fprop terms, over the sum of `local_square`."""
+"""With one microbatch: the sum of the fprop terms, divided by the sum of `local_square`."""
 DGRAD_SHARE = 0.125
 """Share of `local_square` that stands for dgrad."""
 
@@ -265,13 +265,13 @@ def weight_divergence(linear: LinearStatistics, option: Option, kappa: float) ->
 
 def absolute_error(linear: LinearStatistics, option: Option) -> float:
     """Return the sum of the norms of the operands' errors."""
-    return sum(math.sqrt(error) for error, _ in _operand_errors(linear, option))
+    return sum(math.sqrt(error_square) for error_square, _ in _operand_errors(linear, option))
 
 
 def relative_error(linear: LinearStatistics, option: Option) -> float:
     """Return the sum of the norms of the operands' errors, each over the operand's norm."""
     pairs = _operand_errors(linear, option)
-    return sum(math.sqrt(error / norm) if norm > 0 else 0.0 for error, norm in pairs)
+    return sum(math.sqrt(error / own) if own > 0 else 0.0 for error, own in pairs)  # squares
 
 
 def _operand_errors(linear: LinearStatistics, option: Option) -> Iterator[tuple[float, float]]:
@@ -281,8 +281,8 @@ def _operand_errors(linear: LinearStatistics, option: Option) -> Iterator[tuple[
             continue
         found = linear.formats[option[gemm]]
         for operand in GEMM_OPERANDS[gemm]:
-            error_field, norm_field = _ERROR_FIELDS[operand]
-            yield getattr(found, error_field), getattr(linear, norm_field)
+            error_square, square = _ERROR_FIELDS[operand]
+            yield getattr(found, error_square), getattr(linear, square)
 
 
 def norm_bound(linear: LinearStatistics, option: Option) -> float:
@@ -294,9 +294,9 @@ def norm_bound(linear: LinearStatistics, option: Option) -> float:
         found = linear.formats[option[gemm]]
         norm = {}
         error = {}
-        for operand, (error_field, norm_field) in _ERROR_FIELDS.items():
-            norm[operand] = math.sqrt(getattr(linear, norm_field))
-            error[operand] = math.sqrt(getattr(found, error_field))
+        for operand, (error_square, square) in _ERROR_FIELDS.items():
+            norm[operand] = math.sqrt(getattr(linear, square))
+            error[operand] = math.sqrt(getattr(found, error_square))
         a, b = GEMM_OPERANDS[gemm]
         (c,) = set(Operand) - {a, b}  # the third tensor is no operand of this GEMM
         total += norm[c] * (norm[a] * error[b] + error[a] * norm[b])

@@ -21,7 +21,7 @@ from megatron_snip.planning.cost import (
     NOISE,
     CostTable,
     Floats,
-    GainRow,
+    IntegerGains,
     Ints,
     Mask,
     as_fraction,
@@ -84,10 +84,10 @@ class Task:
         table = self.table
         in_one_group = np.zeros_like(table.stage)
         least = self.overall_floor or Fraction(0)
-        overall = _integer_floors(table.overall_row, in_one_group, (least,))
+        overall = _integer_floors(table.integer_gains, in_one_group, (least,))
         if self.stage_floors is None:
             return (overall,)
-        by_stage = _integer_floors(table.stage_row, table.stage, self.stage_floors)
+        by_stage = _integer_floors(table.integer_gains_by_stage, table.stage, self.stage_floors)
         return (by_stage, overall)
 
     def holds(self, columns: Ints) -> bool:
@@ -246,12 +246,12 @@ def assignment_of_most_gain(task: Task) -> Ints | None:
 
 def columns_of_most_gain(task: Task) -> Ints:
     """Return each linear's allowed column of most gain, and of these the cheapest."""
-    return _cheapest_of_most(task, task.table.overall_row.coefficients)
+    return _cheapest_of_most(task, task.table.integer_gains.coefficients)
 
 
 def columns_of_least_gain(task: Task) -> Ints:
     """Return each linear's allowed column of least gain, and of these the cheapest."""
-    return _cheapest_of_most(task, -task.table.overall_row.coefficients)
+    return _cheapest_of_most(task, -task.table.integer_gains.coefficients)
 
 
 def _cheapest_of_most(task: Task, values: Ints) -> Ints:
@@ -296,10 +296,11 @@ def changes(table: CostTable, previous: Ints | None) -> Floats:
     return changed
 
 
-def _integer_floors(row: GainRow, group: Ints, floors: Sequence[Fraction]) -> Floors:
+def _integer_floors(gains: IntegerGains, group: Ints, floors: Sequence[Fraction]) -> Floors:
     # Gains are never negative. A floor far below 0 would not fit the solver's integers.
-    least = [max(0, math.ceil(floor / unit)) for floor, unit in zip(floors, row.units, strict=True)]
-    return Floors(row.coefficients, group, np.array(least))
+    pairs = zip(floors, gains.units, strict=True)
+    least = [max(0, math.ceil(floor / unit)) for floor, unit in pairs]
+    return Floors(gains.coefficients, group, np.array(least))
 
 
 def _pin(table: CostTable, glob: str, option: str) -> tuple[str, Ints]:

@@ -125,7 +125,7 @@ class WorkClass(NamedTuple):
     gains: tuple[Fraction, ...]
 
 
-class GainRow(NamedTuple):
+class IntegerGains(NamedTuple):
     """Integer gains, with one unit for the model or one for each stage.
 
     Attributes:
@@ -202,12 +202,12 @@ class CostTable:
         return sum(self.stage_weights, Fraction(0))
 
     @cached_property
-    def overall_row(self) -> GainRow:
+    def integer_gains(self) -> IntegerGains:
         """Integer gains with one unit for the model."""
         return self._integer_gains((self.rows,))
 
     @cached_property
-    def stage_row(self) -> GainRow:
+    def integer_gains_by_stage(self) -> IntegerGains:
         """Integer gains with one unit for each stage."""
         return self._integer_gains(self.members)
 
@@ -261,7 +261,7 @@ class CostTable:
                 total += count * value
         return total
 
-    def _integer_gains(self, groups: Sequence[Ints]) -> GainRow:
+    def _integer_gains(self, groups: Sequence[Ints]) -> IntegerGains:
         """Return the gains of each group of rows in a unit of its own."""
         coefficients = np.zeros(self.listed.shape, dtype=np.int64)
         units = []
@@ -284,7 +284,7 @@ class CostTable:
                 integers[index, : len(gains)] = [math.ceil(gain / unit) for gain in gains]
             coefficients[rows] = integers[self.class_of[rows]]
             units.append(unit)
-        return GainRow(coefficients, tuple(units))
+        return IntegerGains(coefficients, tuple(units))
 
 
 def make_table(problem: PlanningProblem, cost: CostName) -> CostTable:

@@ -1,18 +1,19 @@
 """The CP-SAT model of a core (the choices that are still open).
 
-x[g, j] is the number of linears of group g that take option j:
+A group is a set of linears with equal costs and coefficients. x[g, j] is the number of linears of
+group g that take option j:
 
     minimize   sum cost[g, j] x[g, j]
     s.t.       sum_j x[g, j] = size[g]                            for every group g
                sum coefficient[r, g, j] x[g, j] >= threshold[r]   for every row r
 
-Linears are equal if their costs and coefficients are. Most groups hold one linear, and x is Boolean
-there. Counting equal linears removes the symmetry that would keep the solver from proving an
-optimum among ties.
+Most groups hold one linear, and x is Boolean there. Counting equal linears removes the symmetry
+that would keep the solver from proving an optimum among ties.
 
 CP-SAT works with integers. Rows have integers already (`cost.py`); costs are scaled here:
 
-    cost is replaced by round((cost - least cost of its linear) / u),  u = (sum of ranges) / 2^48
+    cost is replaced by round((cost - least cost of its linear) / u)
+    u = (sum over linears of greatest - least cost) / 2^48
 
 The true cost of an assignment differs from u * (integer cost) + const by at most
 `error` = n * u / 2 + the rounding of doubles. If a unit divides all costs, it is u, and only the
@@ -80,7 +81,8 @@ class CoreSolution:
         choices: The choice of each linear, [m], or None if no assignment was found.
         bound: Proven lower bound on the cost of every assignment of the core; -inf if unknown,
             +inf if there is provably no assignment.
-        proven: Whether `choices` is best up to the scaling error.
+        proven: Whether `choices` is best up to the scaling error; True also if there is provably no
+            assignment.
         deterministic_s: Deterministic seconds used.
     """
 

@@ -103,8 +103,9 @@ def make_choices(task: Task) -> list[ChoiceSet]:
                 if len(rows)
             ]
         # Each stage counts in a unit of its own; doubles bring all of them to the overall one.
-        overall_unit = table.overall_row.units[0]
-        units = np.array([float(unit / overall_unit) for unit in table.stage_row.units])
+        overall_unit = table.integer_gains.units[0]
+        stage_units = table.integer_gains_by_stage.units
+        units = np.array([float(unit / overall_unit) for unit in stage_units])
         gain = stages.gains * units[table.stage][:, None]
         used = np.unique(table.stage)
         stage_floors[used] = stages.least[used] * units[used]

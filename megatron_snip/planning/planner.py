@@ -65,8 +65,8 @@ def make_plan(
     for row, column in enumerate(columns.tolist()):
         linears[table.names[row]] = parse_option(table.options(row)[column])
     objective = table.quality_loss(columns)
-    # The search bounds quality loss plus the price of changes; the plan's bound is of the quality
-    # loss alone.
+    # `found.bound` is for the quality loss plus the price of changes. The plan's bound is for the
+    # quality loss alone.
     num_changes = float(changes(table, hint)[table.rows, columns].sum())
     bound = found.bound - settings.change_penalty * num_changes
     plan = PrecisionPlan(

@@ -49,7 +49,7 @@ class PlanApplied:
         waited_s: Seconds that training waited for the solver.
         resumed: Whether a resumed run continues with its plan.
         resolved: What every linear runs, by its name; see `PlannedModel.resolved`.
-        saving_s: Predicted seconds that the plan saves of a step against BF16, or None.
+        saving_s: Predicted seconds that the plan saves in each step against BF16, or None.
     """
 
     plan: PrecisionPlan

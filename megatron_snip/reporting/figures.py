@@ -229,7 +229,7 @@ def divergence_maps(record: Divergences) -> Figure:
     Args:
         record: Divergences of at least one quantized uniform option.
     """
-    options = record.quantized_options
+    options = record.uniform_quantized_options
     grid = LinearGrid(linear.name for linear in record.linears)
     figure = _new_figure(2 * (grid.height_in + 0.6))
     panels = figure.subplots(2, len(options), sharex=True, sharey=True, squeeze=False)

@@ -167,7 +167,7 @@ def _largest(record: Divergences) -> str:
     """
     found = []
     for measure in ("loss_divergence", "weight_divergence"):
-        by_linear = record.values(record.quantized_options[-1], measure)
+        by_linear = record.values(record.uniform_quantized_options[-1], measure)
         values = {name: value for name, value in by_linear.items() if value is not None}
         name = max(values, key=lambda n: values[n], default=None)
         worst = "-" if name is None else f"{text.number(values[name], 3)} at {name}"

@@ -21,7 +21,7 @@ also:
     plan_iteration    the plan applied before this iteration: plans/<plan_iteration>.json
     changed_linears   linears whose option that plan changed
     wait_s            seconds that training waited for it (part of wall_s)
-    predicted_saving_s   seconds that it saves of a step against BF16 (--snip-cost time)
+    predicted_saving_s   seconds that it saves in each step against BF16 (--snip-cost time)
     notices           [{"kind": "refresh_failed" | "guard" | "reverted" | "health", "message": str}]
 
 A resumed run drops lines that a crash damaged, and appends. Where it went back, later lines of an

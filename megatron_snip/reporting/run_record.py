@@ -148,7 +148,7 @@ class Divergences(BaseModel, strict=True):
     linears: Annotated[tuple[LinearRecord, ...], Field(strict=False)]
 
     @property
-    def quantized_options(self) -> tuple[str, ...]:
+    def uniform_quantized_options(self) -> tuple[str, ...]:
         """Options with one format in all three GEMMs; not bf16, whose divergences are 0."""
         names = self.linears[0].options if self.linears else ()
         uniform = [name for name in names if len(set(parse_option(name).formats)) == 1]
@@ -169,7 +169,7 @@ class PlanSpan:
         plan: The plan.
         num_changed: Number of linears whose option it changed.
         wait_s: Seconds that training waited for it.
-        saving_s: Predicted seconds that it saves of a step against BF16; None without
+        saving_s: Predicted seconds that it saves in each step against BF16; None without
             `--snip-cost time`.
         step_s: Mean seconds of a step under it, as observed (`step_s` of metrics.jsonl).
     """

@@ -257,7 +257,7 @@ def pictures(payload: Payload) -> dict[str, Any]:
         return {"snip/6_plan": figures.plan_map(payload.plan.linears)}
     record = parse_divergences(divergences_dict(payload.divergences))
     found = {}
-    if record.quantized_options:
+    if record.uniform_quantized_options:
         found["snip/5_fragile_linears"] = figures.divergence_maps(record)
     if payload.health.lowest is not None:
         found["snip/health/maps"] = figures.health_maps([payload.health])

@@ -1,11 +1,12 @@
 """The controller: the order of what happens in an iteration; all ranks make the same calls.
 
-    apply      a plan that is due: rank 0 broadcasts it (or why there is none), every rank applies
-               it and checks its digest
-    observe    if a refresh is due, the iteration is measured while it runs
+    apply      a plan that is due: rank 0 broadcasts it (or why there is none), every rank checks
+               it and applies it
+    observe    if a refresh is due, the iteration is measured while it runs; at its end the
+               statistics are summed over ranks
     run        the forward-backward, again under another plan if the guard demands it
-    plan       after the last measurement of a refresh all ranks sum the statistics, and rank 0
-               gives the problem to the solver's process; its plan is due `lag` iterations later
+    plan       after the last measurement of a refresh all ranks make a planning problem, and rank
+               0 gives it to the solver's process; its plan is due `lag` iterations later
 
 If measuring, planning or applying fails on one rank, all ranks keep the current plan, warn once and
 continue. A plan under which the loss jumps or is NaN is reverted (guard.py).
@@ -356,7 +357,7 @@ class SnipController:
             former, _ = self._plans.fitting.plan(state.plan)
             is_fitted = former.digest == self.plan.digest
             self._guard.plan_changed(self._guard.state.good if is_fitted else former)
-        # Not worth a line: a new run's first plan that is BF16 everywhere, before a refresh.
+        # The first plan of a new run is not reported if it is BF16 everywhere and others follow.
         changes_nothing_yet = not num_changed and self._schedule.makes_plans
         if self.history or not changes_nothing_yet:
             self._report_plan(num_done + 1, num_changed, is_resumed=is_resumed)
@@ -550,7 +551,7 @@ class SnipController:
             iteration: the first iteration under the plan.
             plan: the plan.
             waited_s: seconds that training waited for it.
-            saving_s: seconds that it saves of a step against BF16; None if not known.
+            saving_s: seconds that it saves in each step against BF16; None if not known.
         """
         num_changed = len(changed_linears(self.plan, plan))
         self.plan = plan

@@ -4,8 +4,9 @@ It judges the first 50 iterations after a plan change; loss_monitor.py says what
 spike everything that the attempt changed is restored, and the iteration runs again under the
 fallback plan. So a NaN that a plan causes never reaches the weights. The two losses decide:
 
-    the plan is to blame      it is reverted: the fallback stays, the plan is refused from now on,
-                              and after the first revert in a row the next iteration measures again
+    the plan is to blame      it is reverted: the fallback stays, and the plan is refused from now
+                              on. If no other plan was reverted since one was judged good, the next
+                              iteration measures again
     the plan is not to blame  the data or the learning rate caused the loss, and the plan stays; a
                               loss that is NaN under both is left to Megatron's own check
 
@@ -31,7 +32,7 @@ from megatron_snip.run.step import (
     Results,
     StepLoss,
     TrainingStep,
-    finite_gradients,
+    gradients_are_finite,
     tolerating_non_finite,
     zero_gradients,
 )
@@ -183,7 +184,8 @@ class Guard:
         text = f"loss {loss:.4g} under {plan.label}"
         fallback = self._fallback(plan, iteration)
         if fallback is None:
-            # The first run hid NaN from Megatron's own checks (`tolerating_non_finite`).
+            # Megatron's own checks did not see a NaN of the first run (`tolerating_non_finite`).
+            # They see it in this one.
             results = run_again(plan)
             unwatched = LossMonitor(recent=self.state.loss.recent)
             self.state = self.state.model_copy(update={"loss": unwatched})
@@ -240,10 +242,10 @@ class Guard:
         """All ranks: read the loss of a run.
 
         Returns:
-            NaN if a gradient is not finite; None if the schedule reports no loss.
+            NaN if a gradient is not finite; None if the step reports no loss.
         """
         loss = StepLoss(results, self._topology).read()
-        if loss is None or finite_gradients(step.chunks, self._topology):
+        if loss is None or gradients_are_finite(step.chunks, self._topology):
             return loss
         return math.nan
 

@@ -152,8 +152,8 @@ class RunPlans:
         num_done = 0 if state is None else state.iteration
 
         def make() -> PrecisionPlan:
-            # At the highest target: `check_settings` refuses it if no plan reaches it. The plan
-            # itself is made for the target of the first iteration (below).
+            # At the highest target: `check_settings` raises if no plan reaches that target. The
+            # plan itself is made for the target of the first iteration (below).
             problem = self.unmeasured(max(point.target for point in self.targets.points))
             settings = self._settings(seed)
             check_settings(problem, self.config, settings)
@@ -259,7 +259,7 @@ class RunPlans:
         return sum(share for name, share in shares if get_format(name).bits == bits)
 
     def saving_s(self, plan: PrecisionPlan, num_microbatches: int) -> float | None:
-        """Return the seconds that a plan saves of a step against BF16.
+        """Return the seconds that a plan saves in each step against BF16.
 
         It is the time of the slowest stage's linears in BF16 minus that under the plan, without
         pipeline bubbles. None without `--snip-cost time`, or if the tokens of a microbatch vary.

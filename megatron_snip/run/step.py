@@ -73,9 +73,9 @@ class TrainingStep:
     interleaved pipelines it gives a list, with one for each model chunk.
 
     Attributes:
-        function: Megatron's schedule.
-        kwargs: keyword arguments of the schedule; `data_iterator`, `model` and
-            `num_microbatches` are among them.
+        function: Megatron's forward-backward function.
+        kwargs: keyword arguments of `function`; `data_iterator`, `model` and `num_microbatches`
+            are among them.
     """
 
     function: ForwardBackward
@@ -141,8 +141,8 @@ def zero_gradients(chunks: Sequence[torch.nn.Module], optimizer: Any) -> None:
 class StepLoss:
     """The loss of a step that has run; made on all ranks together, in the same order.
 
-    The schedule gives a loss to the last pipeline stage alone, for the data of each rank. There the
-    loss is summed over data ranks,
+    Megatron's forward-backward function reports a loss on the last pipeline stage alone, there on
+    each rank for its data. The loss is summed over data ranks,
 
         loss = sum over microbatches and data ranks of (sum of token losses)
                / sum over the same of (number of tokens)
@@ -160,7 +160,7 @@ class StepLoss:
         """Start the sum.
 
         Args:
-            results: what the schedule returned on this rank.
+            results: what Megatron's function returned on this rank.
             topology: this rank's place.
         """
         self._topology = topology
@@ -178,7 +178,7 @@ class StepLoss:
     def read(self) -> float | None:
         """All ranks: wait for the loss, and return it; all ranks get the same.
 
-        None if the schedule reports no loss, or a rank could not read its report.
+        None if Megatron's function reports no loss, or a rank could not read its report.
         """
         if self._copy_done is not None:
             self._copy_done.synchronize()
@@ -192,7 +192,7 @@ class StepLoss:
 
 
 @torch.no_grad()
-def finite_gradients(chunks: Sequence[torch.nn.Module], topology: Topology) -> bool:
+def gradients_are_finite(chunks: Sequence[torch.nn.Module], topology: Topology) -> bool:
     """All ranks: return whether every gradient of every rank is finite."""
     found = (local(gradient_of(weight)) for chunk in chunks for weight in chunk.parameters())
     grads = [grad for grad in found if grad is not None and grad.numel() > 0]
@@ -202,7 +202,7 @@ def finite_gradients(chunks: Sequence[torch.nn.Module], topology: Topology) -> b
 
 
 def _step_sums(results: Results) -> torch.Tensor | None:
-    """Return what a rank adds to a step's loss; None where the schedule reports no loss.
+    """Return what a rank adds to a step's loss; None where no loss is reported.
 
     Returns:
         FP64 [3] on the device: the sum of token losses, the number of tokens, and 1 if this rank
@@ -223,10 +223,10 @@ def microbatch_losses(results: Results) -> torch.Tensor | None:
     """Return the sum of token losses and the number of tokens of each microbatch.
 
     Args:
-        results: what the schedule returned on this rank.
+        results: what Megatron's function returned on this rank.
 
     Returns:
-        FP64 [microbatches, 2] on the device; None where the schedule reports no loss.
+        FP64 [microbatches, 2] on the device; None where no loss is reported.
     """
     reports = [next(iter(r.values())) for r in results if isinstance(r, dict) and r]
     return torch.stack([_loss_and_tokens(report) for report in reports]) if reports else None

@@ -233,7 +233,8 @@ class StepObserver:
             rows_by_sender = {senders.rank: torch.arange(num_tokens)}
         samples = []
         for sender, rows in rows_by_sender.items():
-            # Senders take turns: of two, microbatches 0, 2, 4 .. are those of sender 0.
+            # Microbatches are numbered over all senders in turn: if there are two senders, sender 0
+            # has the numbers 0, 2, 4 ..
             drawn = self._draw(len(rows), forward * senders.size + sender)
             sample = replace(drawn, rows=rows[drawn.rows])
             self._try(placement, partial(self._keep, call, sample, x))

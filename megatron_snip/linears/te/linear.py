@@ -240,8 +240,8 @@ class RecipeTELinear:
         if self.stored is not None and params is not self._job_params:
             self.stored.override()
         if self._quantizers_recipe is not None:
-            # A replayed CUDA graph leaves the run's recipe here. Then the plan's recipe would look
-            # like a change to Transformer Engine, and it would free quantized weights that captured
+            # A replayed CUDA graph leaves the run's recipe here. Then Transformer Engine would take
+            # the plan's recipe for a change of recipe, and free quantized weights that captured
             # kernels write to.
             module.fp8_meta["recipe"] = self._quantizers_recipe
 

@@ -68,4 +68,4 @@ def test_problems_that_integers_cannot_express_are_refused(monkeypatch: pytest.M
     monkeypatch.setattr("megatron_snip.planning.cost.MAX_SUM", 2**20)
     odd = problem_of([[0.0, 1.0]] * 3, flops=[np.pi, np.e, 2.0**0.5])
     with pytest.raises(UsageError, match="share no unit"):
-        _ = make_table(odd, "flops").overall_row
+        _ = make_table(odd, "flops").integer_gains

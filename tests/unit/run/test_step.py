@@ -11,7 +11,7 @@ import torch
 
 from megatron_snip.linears.snapshot import TrainingStateSnapshot
 from megatron_snip.log import forget_warnings
-from megatron_snip.run.step import StepLoss, TrainingStep, finite_gradients
+from megatron_snip.run.step import StepLoss, TrainingStep, gradients_are_finite
 from megatron_snip.topology import Topology
 
 ALONE = Topology()
@@ -101,19 +101,19 @@ def test_an_empty_gradient_is_finite() -> None:
     """An optimizer's shard may hold nothing of a weight."""
     linear: Any = torch.nn.Linear(2, 2)
     linear.weight.main_grad = torch.empty(0)
-    assert finite_gradients([linear], ALONE)
+    assert gradients_are_finite([linear], ALONE)
     linear.bias.grad = torch.tensor([1.0, math.nan])
-    assert not finite_gradients([linear], ALONE)
+    assert not gradients_are_finite([linear], ALONE)
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 def test_gradients_wherever_they_are(bad: float) -> None:
     linear: Any = torch.nn.Linear(2, 2)
-    assert finite_gradients([linear], ALONE)  # none yet
+    assert gradients_are_finite([linear], ALONE)  # none yet
     linear.weight.grad = torch.ones(2, 2)
     linear.bias.main_grad = torch.tensor([1.0, 2.0])
     for gradient in (linear.weight.grad[1], linear.bias.main_grad):
-        assert finite_gradients([linear], ALONE)
+        assert gradients_are_finite([linear], ALONE)
         gradient[1] = bad
-        assert not finite_gradients([linear], ALONE)
+        assert not gradients_are_finite([linear], ALONE)
         gradient[1] = 1.0
