@@ -127,7 +127,9 @@ class Faults:
 
     def at(self, fault: str, once: bool = False) -> None:
         """Be ready for `fault` ("" for none), at its first call alone or at every one."""
-        self.now, self.once, self._struck = fault, once, 0
+        self.now = fault
+        self.once = once
+        self._struck = 0
 
     @contextmanager
     def installed(self) -> Iterator[None]:
@@ -167,7 +169,8 @@ def every_phase(values: dict[str, Any], folder: str) -> dict[str, Any]:
         initial = controller.plan.digest
         for fault in PLACES:
             outcomes[fault] = _strike(trainer, controller, faults, fault)
-        kept, run = controller.plan.digest == initial, trainer.digests()
+        kept = controller.plan.digest == initial
+        run = trainer.digests()
         steps = trainer.step
         healed = _healed(trainer, controller, faults)
         full = _full_disk(trainer, controller, late, Path(folder))

@@ -76,7 +76,7 @@ def latent(values: dict[str, Any]) -> dict[str, Any]:
     with _latent_attention():
         return {
             "split": _refresh({**model, **values}, te=True, **options),
-            "whole": _refresh(model, te=True, **options),
+            "unsplit": _refresh(model, te=True, **options),
         }
 
 

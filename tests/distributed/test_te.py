@@ -60,7 +60,8 @@ def test_simulated_on_transformer_engines_linears_is_simulated_on_megatrons_own(
     server: Server,
 ) -> None:
     for result in on_ranks(server, "simulated", **LAYOUT):
-        te, local = result["te"], result["local"]
+        te = result["te"]
+        local = result["local"]
         check_agreement(te, local)
         assert te["losses"] == pytest.approx(local["losses"], rel=1e-5)
         assert set(te["plan"].values()) == {"fp8", "fp4"}
@@ -76,19 +77,20 @@ def test_refreshes_leave_no_trace_in_training(server: Server) -> None:
         assert measured == plain
 
 
-def test_what_every_tensor_rank_holds_whole_counts_once(server: Server) -> None:
+def test_a_weight_that_every_tensor_rank_holds_in_full_counts_once(server: Server) -> None:
     """Latent attention's down projections: statistics, plan and losses of the layout without."""
     ranks = on_ranks(server, "latent", **LAYOUT)
     for result in ranks:
-        split, whole = result["split"], result["whole"]
-        check_agreement(split, whole)
-        down = [name for name in split["plan"] if name.endswith("_down_proj")]
+        on_two = result["split"]
+        on_one = result["unsplit"]
+        check_agreement(on_two, on_one)
+        down = [name for name in on_two["plan"] if name.endswith("_down_proj")]
         assert len(down) == 2
         in_order = ["q_down_proj", "kv_down_proj", "q_up_proj", "kv_up_proj", "proj", "fc1", "fc2"]
-        assert [name.rsplit("linear_", 1)[1] for name in split["plan"]] == in_order
+        assert [name.rsplit("linear_", 1)[1] for name in on_two["plan"]] == in_order
         for name in down:
-            assert split["ran"][name] == [[WORDS[split["plan"][name]]] * 3]
-            rows = [one["statistics"]["linears"][name] for one in (split, whole)]
+            assert on_two["ran"][name] == [[WORDS[on_two["plan"][name]]] * 3]
+            rows = [one["statistics"]["linears"][name] for one in (on_two, on_one)]
             assert rows[0]["flops_per_token"] == rows[1]["flops_per_token"]
     tables = [result["split"]["statistics"] for result in ranks]
     assert tables[0] == tables[1]

@@ -17,7 +17,7 @@ DELAYED += ["--fp8-amax-history-len", "6", "--fp8-amax-compute-algo", "max", "--
 SHORT = [*DELAYED, "--train-iters", "4"]
 PLANS = [*DELAYED, *SNIP, "--snip-formats", "bf16,fp8"]
 LOADS = {"NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE": "1"}
-"""The history in a checkpoint is a pickle, which Transformer Engine loads only if told so."""
+"""The history in a checkpoint is a pickle. Transformer Engine loads it only with this variable."""
 
 
 def test_measuring_leaves_no_trace_in_the_history(te_lab: Lab) -> None:
@@ -29,7 +29,7 @@ def test_measuring_leaves_no_trace_in_the_history(te_lab: Lab) -> None:
 
 
 def test_a_killed_run_resumes_bitwise(te_lab: Lab) -> None:
-    output = te_lab.output("whole-delayed")
+    output = te_lab.output("uninterrupted-delayed")
     uninterrupted = te_lab.run("te", [*PLANS, *saving(output)])
     folder = te_lab.output("killed-delayed")
     killed = te_lab.run("te", [*PLANS, *saving(folder)], {"TINY_KILL_AFTER": "7"})

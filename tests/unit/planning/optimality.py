@@ -10,7 +10,9 @@ from tests.unit.planning.oracle import brute_force, highs_model, num_changes
 
 
 def check_against_enumeration(instance: Instance) -> None:
-    problem, rules, previous = instance.problem, instance.settings, instance.previous
+    problem = instance.problem
+    rules = instance.settings
+    previous = instance.previous
     assignments = brute_force(problem, rules, previous)
     if assignments is None:
         with pytest.raises(InfeasiblePlanError):
@@ -31,7 +33,9 @@ def check_against_enumeration(instance: Instance) -> None:
 
 def check_against_highs(instance: Instance) -> bool:
     """Return whether there was a plan to compare."""
-    problem, rules, previous = instance.problem, instance.settings, instance.previous
+    problem = instance.problem
+    rules = instance.settings
+    previous = instance.previous
     solve, largest_loss = highs_model(problem, rules, previous) or (lambda: None, 0.0)
     wanted = solve()
     if wanted is None:
