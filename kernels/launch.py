@@ -46,7 +46,7 @@ def obstacle(device: torch.device, *blocks: Block) -> str:
         return f"Triton's kernels are for GPUs, not for {device.type}"
     if not triton_found():
         return "triton is not installed (pip install triton)"
-    capability = _capability(device)
+    capability = compute_capability(device)
     if capability < MIN_CAPABILITY:
         needed = "{}.{}".format(*MIN_CAPABILITY)
         found = "{}.{}".format(*capability)
@@ -75,7 +75,8 @@ def triton_found() -> bool:
 
 
 @lru_cache(maxsize=16)
-def _capability(device: torch.device) -> tuple[int, int]:
+def compute_capability(device: torch.device) -> tuple[int, int]:
+    """Return a GPU's compute capability; kept, because every launch asks."""
     return torch.cuda.get_device_capability(device)
 
 

@@ -49,7 +49,7 @@ def main() -> None:
     try:
         if options.command == "policies":
             for low in options.formats:
-                for seed in range(options.seeds):
+                for seed in range(options.first_seed, options.first_seed + options.seeds):
                     run_policies(store, options, low, seed)
         elif options.command == "forks":
             run_forks(store, options)
@@ -133,6 +133,8 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--scenario", choices=SCENARIOS, default="plain")
     parser.add_argument("--formats", type=_names, default=("fp3", "fp4"))
     parser.add_argument("--seeds", type=int, default=6, help="checkpoints of `policies`")
+    parser.add_argument("--first-seed", type=int, default=0,
+                        help="a machine with other numerics begins where another has ended")  # fmt: skip
     parser.add_argument("--variants", type=_names, default=curve.VARIANTS)
     parser.add_argument("--targets", type=_numbers, default=curve.TARGETS, help="shares of FLOPs")
     parser.add_argument(

@@ -130,6 +130,11 @@ class StepObserver:
         # Cached, so that all linears of a microbatch have the same sampled tokens.
         self._draw = cache(partial(draw_sample, settings))
 
+    @property
+    def failure(self) -> str | None:
+        """Why measuring failed on this rank; None if it did not."""
+        return self._own.failure
+
     def restart(self) -> None:
         """Forget what was observed: the training pass is repeated."""
         self._num_forwards.clear()
@@ -334,7 +339,7 @@ class StepObserver:
 
     def _try(self, placement: Placement, action: Callable[[], T]) -> T | None:
         """Return the result of `action`; None if measuring has failed: training must go on."""
-        if self._own.failure is None:
+        if self.failure is None:
             try:
                 return action()
             except Exception as error:

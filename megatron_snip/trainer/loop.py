@@ -197,7 +197,7 @@ def train_step(
     arguments = state.arguments(_iterators(state, samples, iteration))
     reports = hook.forward_backward(iteration, get_forward_backward_func(), **arguments)
     lr = max(group["lr"] for group in state.optimizer.param_groups)
-    loss = _mean_loss(reports)
+    loss = mean_loss(reports)
     _check_finite(iteration, "loss", loss)
     updated, grad_norm, _ = state.optimizer.step()
     grad_norm = float(grad_norm)
@@ -222,7 +222,7 @@ def evaluate(state: TrainingState, samples: Samples | None, hook: TrainingHook) 
         schedule = get_forward_backward_func()
         for iteration in range(1, state.config.eval_iters + 1):
             iterators = _iterators(state, samples, iteration)
-            losses.append(_mean_loss(run(schedule, **state.arguments(iterators, True))))
+            losses.append(mean_loss(run(schedule, **state.arguments(iterators, True))))
     for chunk in state.model:
         chunk.train()
     return sum(losses) / len(losses)
@@ -235,7 +235,7 @@ def _iterators(state: TrainingState, samples: Samples, iteration: int) -> list[I
     return [iteration_batches(samples, state.config, iteration, rank, size) for _ in state.model]
 
 
-def _mean_loss(reports: list[dict[str, Any]]) -> float:
+def mean_loss(reports: list[dict[str, Any]]) -> float:
     """All ranks: return the loss over microbatches and data-parallel ranks.
 
     Only the last pipeline stage has reports.

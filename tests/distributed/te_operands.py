@@ -138,7 +138,7 @@ def _differing(model: Any, under: PlannedModel, formats: dict[str, Format], step
         under.runtime.observed_by(watcher),
     ):
         models.losses(model, num_microbatches=1)
-    assert watcher._own.failure is None, watcher._own.failure
+    assert watcher.failure is None, watcher.failure
     names = {id(linear.module): linear.name for linear in under.linears}
     # Linears are measured in the order of their backwards.
     modules = [gemm.module for gemm in gemms if gemm.name == "wgrad"]

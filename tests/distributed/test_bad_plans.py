@@ -11,7 +11,7 @@ import torch
 
 from megatron_snip.linears import quantized_linear as gemms
 from megatron_snip.planning.problem import PlanningProblem
-from megatron_snip.run.controller import SnipController
+from megatron_snip.run.schedule import Schedule
 from megatron_snip.types import Gemm, Operand
 from tests.distributed import small_model
 from tests.distributed.layouts import OVERLAP, TP2, OnRanks, names, results_on
@@ -86,10 +86,16 @@ def broken_format(broken: str, change: Any) -> Iterator[None]:
 BREAKS = {"gradient": _nan_gradient, "loss": _nan_loss, "useless": _useless}
 
 
-def stop_refreshes(controller: SnipController) -> None:
+@contextmanager
+def only_first_refresh() -> Iterator[None]:
     """Let the first refresh be the only one: the run then becomes one that never had a plan."""
-    due = controller._schedule.is_due
-    controller._schedule.is_due = lambda i, wanted_at: i <= START + 1 and due(i, wanted_at)
+    is_due = Schedule.is_due
+
+    def is_first(schedule: Schedule, iteration: int, wanted_at: int | None) -> bool:
+        return iteration <= START + 1 and is_due(schedule, iteration, wanted_at)
+
+    with mock.patch.object(Schedule, "is_due", is_first):
+        yield
 
 
 class AllFp4(SolverHere):
@@ -107,9 +113,8 @@ def bad_plans(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _bad_plan(values: dict[str, Any], how: str) -> dict[str, Any]:
-    with learnable(values) as trainer, broken_format("fp4", BREAKS[how]):
+    with learnable(values) as trainer, broken_format("fp4", BREAKS[how]), only_first_refresh():
         controller = trainer.controller(GUARDED, AllFp4())
-        stop_refreshes(controller)
         trainer.advance(START + 4, controller)
         controller.close()
         return {

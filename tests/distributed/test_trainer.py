@@ -56,11 +56,11 @@ NAN_AT_3 = """
 import os
 if "RANK" in os.environ:
     import megatron_snip.trainer.loop as loop
-    mean_loss, calls = loop._mean_loss, []
+    mean_loss, calls = loop.mean_loss, []
     def nan_loss(reports):
         calls.append(mean_loss(reports))
         return float("nan") if len(calls) == 3 else calls[-1]
-    loop._mean_loss = nan_loss
+    loop.mean_loss = nan_loss
 """
 
 

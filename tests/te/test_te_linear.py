@@ -239,7 +239,7 @@ def gathering(with_norm: bool) -> RecipeTELinear:
             skip_bias_add=True,
             is_expert=False,
         ).bfloat16()
-        linear = RecipeTELinear(plain, linear.placements, linear._runtime, linear._machine)
+        linear = RecipeTELinear(plain, linear.placements, under.runtime, under.machine)
     linear.module.sequence_parallel = True
     return linear
 

@@ -152,8 +152,7 @@ def test_one_copy_for_linears_planned_otherwise_and_none_for_others() -> None:
     under = planned(model, lambda name: "bf16" if name.endswith("fc2") else "fp8")
     losses(model, num_microbatches=3)
     for linear in under.linears:
-        copies = linear.stored._dequantized
-        assert len(copies) == linear.name.endswith("fc2")
+        assert linear.stored.num_copies == linear.name.endswith("fc2")
     before = {linear.name: linear.stored.value(0) for linear in under.linears}
     with torch.no_grad():
         for linear in under.linears:
@@ -162,10 +161,10 @@ def test_one_copy_for_linears_planned_otherwise_and_none_for_others() -> None:
     for linear in under.linears:
         assert torch.equal(linear.stored.value(0), 2 * before[linear.name])
     under.apply(assignment(under, "fp8"))
-    assert not any(linear.stored._dequantized for linear in under.linears)
+    assert not any(linear.stored.num_copies for linear in under.linears)
     with under.runtime.running_in_bf16():
         losses(model)
-    assert not any(linear.stored._dequantized for linear in under.linears)
+    assert not any(linear.stored.num_copies for linear in under.linears)
 
 
 class Buckets:
@@ -212,7 +211,7 @@ def test_linears_planned_otherwise_multiply_the_exact_gathered_weights() -> None
     assert under.linears[0].refusal(Option.parse("fp4")) is None
     with torch.no_grad():
         group.gather()
-    saved = {linear.name for linear in under.linears if linear.stored._exact}
+    saved = {linear.name for linear in under.linears if linear.stored.num_copies}
     assert saved == {linear.name for linear in under.linears if choice(linear.name) != "fp8"}
 
     twin = job("mxfp8", stored=False)
@@ -226,7 +225,7 @@ def test_linears_planned_otherwise_multiply_the_exact_gathered_weights() -> None
     assert equal(step(model), step(twin))
     under.uninstall()
     assert "_post_param_sync" not in group.__dict__
-    assert not any(linear.stored._exact for linear in under.linears)
+    assert not any(linear.stored.num_copies for linear in under.linears)
 
 
 def measure(model: Any, under: PlannedModel) -> HealthTable:

@@ -61,6 +61,11 @@ class StoredWeights:
         self.gets_exact = False
 
     @property
+    def num_copies(self) -> int:
+        """The number of BF16 weights that are kept now."""
+        return len(self._dequantized.keys() | self._exact.keys())
+
+    @property
     def keeps_copies(self) -> bool:
         """Whether the plan's option needs copies, which are then made once a step."""
         return self._keeps_copies

@@ -19,7 +19,7 @@ def gpu(monkeypatch):
     """Pretend that a GPU of some compute capability, and Triton, are there."""
 
     def pretend(capability=(9, 0), triton=True):
-        monkeypatch.setattr(launch, "_capability", lambda device: capability)
+        monkeypatch.setattr(launch, "compute_capability", lambda device: capability)
         monkeypatch.setattr(launch, "triton_found", lambda: triton)
         monkeypatch.delenv("TRITON_INTERPRET", raising=False)
 
