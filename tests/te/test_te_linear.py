@@ -1,6 +1,7 @@
 """Options on Transformer Engine's linears: set between iterations, run by the next forward."""
 
 import pickle
+from functools import partial
 from typing import Any
 
 import pytest
@@ -153,6 +154,35 @@ def test_the_plan_overrides_a_quantized_run_and_bf16_both() -> None:
             assert runs(model, under, "bf16")
         under.uninstall()
         assert runs(model, under, "mxfp8")
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "tensorwise"])
+def test_attention_in_fp8_keeps_the_run_s_recipe(recipe: str) -> None:
+    """Whatever recipe the linears around it have: attention finds the autocast of the run."""
+    fp8_attention = {"fp8_dot_product_attention": True, "fp8_multi_head_attention": True}
+    model = build(fp8="hybrid", fp8_recipe=recipe, **fp8_attention)
+    seen: list[tuple[str, bool, bool]] = []
+
+    def attend(original: Any, *args: Any, **kwargs: Any) -> Any:
+        assert FP8GlobalStateManager.is_fp8_enabled()
+        found = FP8GlobalStateManager.get_fp8_recipe()
+        seen.append((repr(found), found.fp8_dpa, found.fp8_mha))
+        with fp8_autocast(enabled=False):  # a CPU has no kernel for attention in FP8
+            return original(*args, **kwargs)
+
+    for layer in model.decoder.layers:
+        attention = layer.self_attention.core_attention
+        attention.forward = partial(attend, attention.forward)
+    losses(model)  # the job alone
+    in_the_job = seen.copy()
+    # Megatron gives `--fp8-multi-head-attention` to delayed scaling alone.
+    assert [flags for _, *flags in seen] == [[True, recipe == "delayed"]] * 4
+    under = planned(model)
+    for choice in ("fp8", "bf16", choices_of(CHOICES), choices_of(OTHERS)):
+        seen.clear()
+        under.apply(assignment(under, choice))
+        losses(model)
+        assert seen == in_the_job
 
 
 def test_recomputed_forwards_run_the_plan() -> None:

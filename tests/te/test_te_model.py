@@ -18,6 +18,7 @@ from megatron_snip.linears.availability import AvailableOptions, available_optio
 from megatron_snip.linears.model import PlannedModel
 from megatron_snip.linears.te.machine import Machine, te_refusal, this_machine
 from megatron_snip.linears.te.recipe_table import RECIPES
+from megatron_snip.log import forget_warnings
 from megatron_snip.options import Option
 from megatron_snip.planning.plan import assigned_plan, write_plan
 from megatron_snip.reporting.run_directory import RunDirectory
@@ -236,3 +237,42 @@ def test_a_plan_file_runs_as_the_machine_can(
     assert [row.pop("name") for row in rows] == list(run.plan.linears)
     wanted = {"option": runs, "recipe": label, "backend": "te", "weight_storage": "bfloat16"}
     assert all(row == wanted for row in rows)
+
+
+def test_a_plan_file_of_a_run_with_another_fp8_recipe_says_what_changes(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One line, whether the plan comes as a file or in the state of the stopped run."""
+
+    def start(
+        fp8_recipe: str, plan_file: Path | None, state: Any = None
+    ) -> tuple[SnipController, list[str]]:
+        caplog.clear()
+        forget_warnings()
+        config = SnipConfig(
+            formats=("bf16", "fp8"),
+            policy="uniform-fp8",
+            collect_only=plan_file is not None,
+            start_step=1000,
+            plan_file=plan_file,
+        )
+        writers = [RunDirectory(tmp_path / f"{fp8_recipe}-{plan_file is None}-{state is None}")]
+        model = build(fp8="hybrid", fp8_recipe=fp8_recipe)
+        with caplog.at_level(logging.WARNING, "megatron_snip"):
+            run = SnipController(
+                config, [model], None, writers=writers, topology=Topology(), state=state
+            )
+        run.close()
+        return run, [record.getMessage() for record in ours(caplog)]
+
+    first, _ = start("delayed", None)
+    (file,) = (tmp_path / "delayed-True-True" / "plans").iterdir()
+    _, same = start("delayed", file)
+    assert not any("delayed" in text for text in same)
+    second, lines = start("tensorwise", file)
+    assert {linear.recipe for linear in second.model.linears} == {"tensorwise_hybrid"}
+    changed = f"fp8 was delayed_hybrid in the run of '{file}', and is tensorwise_hybrid here"
+    assert [changed in text for text in lines if "delayed" in text] == [True]
+    _, lines = start("tensorwise", None, first.state(0))
+    wanted = "recipe of fp8 delayed_hybrid -> tensorwise_hybrid"
+    assert [wanted in text for text in lines if "delayed" in text] == [True]
