@@ -1,14 +1,16 @@
-"""What a measured training iteration costs over an ordinary one: time, and peak memory.
+"""What SNIP costs a training iteration, measured or ordinary: time, and peak memory.
 
     python -m benchmarks.refresh [--rounds 15] [--shape small] [--fraction 1.0] [--microbatches 1]
 
 A BF16 Llama trains in this process as in a run with `--snip-collect-only`: forward and backward
-under the controller, optimizer, scheduler, metrics, and the files of each measurement. Iterations
-that measure (all linears, or a part of them, with formats fp8 and fp4) and ordinary ones alternate.
-A ratio is that of an iteration that measures to the ordinary one beside it, in CPU seconds of one
-thread on a CPU; the result is the median over the pairs, with its 95 % interval. The solver is left
-out: it works in another process (`benchmarks.stall`). Memory is counted by torch's profiler on the
-CPU and by the allocator on a GPU; peaks are above what is held when the iteration begins.
+under the controller, optimizer, scheduler, metrics, and the files of each measurement. Three kinds
+of iterations take turns: those that measure (all linears, or a part of them, with formats fp8 and
+fp4), ordinary ones, and ones without SNIP, for which Megatron's own methods are restored. `ratio`
+is that of an iteration that measures to the ordinary one beside it, `installed_ratio` that of an
+ordinary one to the one without SNIP beside it, in CPU seconds of one thread on a CPU. A result is
+the median over the pairs, with its 95 % interval. The solver is left out: it works in another
+process (`benchmarks.stall`). Memory is counted by torch's profiler on the CPU and by the allocator
+on a GPU; peaks are above what is held when the iteration begins.
 """
 
 from __future__ import annotations
@@ -40,7 +42,7 @@ from megatron_snip.config import SnipConfig
 from megatron_snip.reporting.run_directory import RunDirectory
 from megatron_snip.run.controller import SnipController
 from megatron_snip.run.observation import MIN_OPTIMIZER_STEPS
-from megatron_snip.trainer.loop import train_step
+from megatron_snip.trainer.loop import PlainTraining, train_step
 
 T = TypeVar("T")
 
@@ -55,7 +57,7 @@ SHAPES = {
 
 
 class Training:
-    """Trains the lab's model; half of the iterations measure, in turns."""
+    """Trains the lab's model: iterations that measure, ordinary ones, and ones without SNIP."""
 
     def __init__(self, lab: Lab, fraction: float, folder: Path) -> None:
         """Start after the lab's steps so far.
@@ -71,7 +73,7 @@ class Training:
             measure_fraction=fraction,
             collect_only=True,
             start_step=lab.step + 1,
-            interval=2 * num_parts,
+            interval=3 * num_parts,
         )
         self.num_parts = num_parts
         self._lab = lab
@@ -89,11 +91,24 @@ class Training:
         metrics = train_step(lab.step, lab.state, lab.datasets.train, self._controller)
         self._controller.end_iteration(lab.step, metrics)
 
-    def run(self, each: Callable[[Callable[[], None]], T]) -> tuple[list[T], list[T]]:
-        """Return what `each` returns for iterations that measure, and for as many ordinary ones."""
+    def iterate_plain(self) -> None:
+        """Make the next iteration without SNIP."""
+        lab = self._lab
+        lab.step += 1
+        train_step(lab.step, lab.state, lab.datasets.train, PlainTraining())
+
+    def run(self, each: Callable[[Callable[[], None]], T]) -> tuple[list[T], list[T], list[T]]:
+        """Return what `each` returns for iterations of each kind, as many of one as of another.
+
+        Returns:
+            For iterations that measure, for ordinary ones, and for those without SNIP.
+        """
         measured = [each(self.iterate) for _ in range(self.num_parts)]
         ordinary = [each(self.iterate) for _ in range(self.num_parts)]
-        return measured, ordinary
+        self._controller.model.uninstall()
+        plain = [each(self.iterate_plain) for _ in range(self.num_parts)]
+        self._controller.model.install()
+        return measured, ordinary, plain
 
     def close(self) -> None:
         """End the run."""
@@ -146,18 +161,21 @@ def tensor_bytes() -> int:
 
 
 def compare(lab: Lab, training: Training, rounds: int) -> dict[str, Any]:
-    """Return times and memory of ordinary and measured iterations that alternate."""
+    """Return times and memory of the kinds of iterations, which take turns."""
     training.run(lambda iterate: iterate())
     measured: list[float] = []
     ordinary: list[float] = []
+    plain: list[float] = []
     for _ in range(rounds):
         these = training.run(seconds)
         measured += these[0]
         ordinary += these[1]
+        plain += these[2]
     ratios = [m / o for m, o in zip(measured, ordinary, strict=True)]
+    installed = [o / p for o, p in zip(ordinary, plain, strict=True)]
     ratio = statistics.median(ratios)
     before = tensor_bytes()
-    peak_measured, peak_ordinary = (max(peaks) for peaks in training.run(peak_bytes))
+    peak_measured, peak_ordinary, _ = (max(peaks) for peaks in training.run(peak_bytes))
     held = tensor_bytes() - before
     parameters = sum(p.numel() for p in lab.state.model[0].parameters())
     linear = max(i.in_features * i.out_features for i in lab.model.all_linears)
@@ -168,6 +186,8 @@ def compare(lab: Lab, training: Training, rounds: int) -> dict[str, Any]:
         "measured_s": statistics.median(measured),
         "ratio": ratio,
         "ratio_interval": median_interval(ratios),
+        "installed_ratio": statistics.median(installed),
+        "installed_ratio_interval": median_interval(installed),
         "mean_ratio_at_interval_100": 1 + (ratio - 1) * training.num_parts / 100,
         "held_share_of_parameters": held / (2 * parameters),
         "peak_iteration_bytes": peak_ordinary,
@@ -188,7 +208,7 @@ def median_interval(values: Sequence[float]) -> tuple[float, float]:
 def main(argv: list[str] | None = None) -> int:
     """Run, print a table, append a row of JSON."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
-    parser.add_argument("--rounds", type=int, default=15, help="pairs of iterations that are timed")
+    parser.add_argument("--rounds", type=int, default=15, help="iterations of each kind that are timed")
     parser.add_argument("--fraction", type=float, default=1.0, help="of linears measured at once")
     parser.add_argument("--microbatches", type=int, default=1, help="of an iteration")
     parser.add_argument(
@@ -205,7 +225,7 @@ def main(argv: list[str] | None = None) -> int:
         "micro_batch_size": 4,
         "global_batch_size": 4 * args.microbatches,
         "bf16": True,
-        "train_iters": MIN_OPTIMIZER_STEPS + 2 * math.ceil(1 / args.fraction) * (args.rounds + 2),
+        "train_iters": MIN_OPTIMIZER_STEPS + 3 * math.ceil(1 / args.fraction) * (args.rounds + 2),
     }
     with open_lab(values) as lab, tempfile.TemporaryDirectory() as folder:
         lab.train(MIN_OPTIMIZER_STEPS)
