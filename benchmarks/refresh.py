@@ -208,7 +208,7 @@ def median_interval(values: Sequence[float]) -> tuple[float, float]:
 def main(argv: list[str] | None = None) -> int:
     """Run, print a table, append a row of JSON."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
-    parser.add_argument("--rounds", type=int, default=15, help="iterations of each kind that are timed")
+    parser.add_argument("--rounds", type=int, default=15, help="timed, of each kind")
     parser.add_argument("--fraction", type=float, default=1.0, help="of linears measured at once")
     parser.add_argument("--microbatches", type=int, default=1, help="of an iteration")
     parser.add_argument(

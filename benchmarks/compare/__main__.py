@@ -133,8 +133,9 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--scenario", choices=SCENARIOS, default="plain")
     parser.add_argument("--formats", type=_names, default=("fp3", "fp4"))
     parser.add_argument("--seeds", type=int, default=6, help="checkpoints of `policies`")
-    parser.add_argument("--first-seed", type=int, default=0,
-                        help="a machine with other numerics begins where another has ended")  # fmt: skip
+    parser.add_argument(
+        "--first-seed", type=int, default=0, help="rows of one seed must come from one machine"
+    )
     parser.add_argument("--variants", type=_names, default=curve.VARIANTS)
     parser.add_argument("--targets", type=_numbers, default=curve.TARGETS, help="shares of FLOPs")
     parser.add_argument(
