@@ -205,8 +205,8 @@ class PlanFields(Section):
 
     plan_file: Path | None = None
     """Start with this plan, a plans/<iteration>.json of another run. It must agree with the pins
-    and use only the formats. A resumed run starts with it only if the stopped run had another
-    file, or another plan in it."""
+    and use only the formats. A resumed run starts with it unless the stopped run had the same
+    plan in its file; the path may be another."""
 
 
 class GuardFields(Section):

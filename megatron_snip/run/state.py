@@ -187,11 +187,17 @@ def changed_plan_settings(
 ) -> frozenset[str]:
     """Return which of `PLAN_SETTINGS` differ from those of the run that wrote a state.
 
-    A plan file also differs if it holds another plan than in that run.
+    A plan file differs if it holds another plan than the file of that run. The same plan under
+    another path does not count.
     """
+    former = state.settings
     new = _plan_settings(config, file_digest)
-    changed = {name for name, text in new.items() if state.settings.get(name, text) != text}
-    return frozenset("plan_file" if name == _FILE_DIGEST else name for name in changed)
+    changed = {name for name in PLAN_SETTINGS if former.get(name, new[name]) != new[name]}
+    if _FILE_DIGEST in former and _FILE_DIGEST in new:  # both runs had a plan file
+        changed.discard("plan_file")
+        if former[_FILE_DIGEST] != new[_FILE_DIGEST]:
+            changed.add("plan_file")
+    return frozenset(changed)
 
 
 def _plan_settings(config: SnipConfig, file_digest: str | None) -> dict[str, str]:

@@ -71,6 +71,8 @@ def test_a_plan_file_with_another_plan_than_before_is_another_plan_file(
     for digest, source in ((former.digest, PlanSource.FILE), (new.digest, PlanSource.CHECKPOINT)):
         state = state_of(former, file_digest=digest, plan_file=FILE)
         assert run_plans(plan_file=FILE).first_plan(state, 0).source is source
+    moved = state_of(former, file_digest=new.digest, plan_file="former.json")
+    assert run_plans(plan_file=FILE).first_plan(moved, 0).source is PlanSource.CHECKPOINT
     FILE.unlink()
     with pytest.raises(UsageError, match=r"plan_file: cannot read plan file 'plan\.json'"):
         run_plans(plan_file=FILE)
