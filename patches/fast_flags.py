@@ -89,15 +89,16 @@ FAST_FLAGS: tuple[FlagRow, ...] = (
         "--cuda-graph-impl full_iteration",
         lambda args: _cuda_graphs(args) == "full_iteration" and not _simulates(args),
         plans="runs",
-        text="a measured iteration runs without the graph, and a new plan is captured again",
+        text="a measured iteration runs without the graph; after a new plan the graph is captured "
+        "again",
         num_recipes=30,
     ),
     FlagRow(
         "--cuda-graph-impl transformer_engine",
         lambda args: _cuda_graphs(args) == "transformer_engine" and not _simulates(args),
         plans="runs",
-        text="a measured iteration runs without graphs, and a plan that changes a captured linear "
-        "is captured again",
+        text="a measured iteration runs without graphs; after a plan that changes a captured "
+        "linear the graphs are captured again",
         num_recipes=67,
     ),
     FlagRow(
@@ -126,15 +127,16 @@ FAST_FLAGS: tuple[FlagRow, ...] = (
         "--tp-comm-overlap",
         given("tp_comm_overlap"),
         plans="runs",
-        text="linears in a recipe without communication buffers communicate without overlap",
+        text="linears communicate without overlap in a recipe for which Transformer Engine has no "
+        "communication buffers",
         num_recipes=18,
     ),
     FlagRow(
         "--moe-expert-rank-capacity-factor",
         given("moe_expert_rank_capacity_factor"),
         plans="runs",
-        text="a measured iteration takes all tokens, like Megatron's second pass after experts "
-        "overflowed",
+        text="Megatron runs an iteration again without the limit if an expert's tokens exceed it; "
+        "a measured iteration runs without the limit at once, with the same result",
         num_recipes=15,
     ),
     FlagRow(

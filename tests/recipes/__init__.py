@@ -1,4 +1,4 @@
-"""Published performance recipes, and what SNIP does with the flags that they set.
+"""Published performance recipes of Megatron-Bridge, and what SNIP does with their flags.
 
 `recipes.jsonl` has the settings that matter here of 188 recipes of Megatron-Bridge (commit
 067f987df0 of 2026-08-22), under the names of Megatron's arguments; recipes with the same settings
@@ -18,7 +18,7 @@ from megatron_snip.patches.flag_rows import FlagRow
 
 _FILE = Path(__file__).with_name("recipes.jsonl")
 _HEAD = """\
-| Megatron's setting | recipes | with `--snip` | with `--snip-collect-only` | |
+| Megatron's setting | Bridge recipes (of 188) | with `--snip` | with `--snip-collect-only` | |
 | --- | --- | --- | --- | --- |"""
 _EFFECTS = {
     "runs": "plans",
