@@ -34,8 +34,9 @@ RANDOM = philox_arguments(StochasticStream(KEY), 1024)
 
 
 def one(fmt: str, block: Block, dtype: torch.dtype = BF16, random: Any = NO_RANDOM) -> Any:
-    direction, amax = (FORMATS[fmt], block, random), torch.ones(())
-    return lambda x: launch.quantize_dequantize(x, direction, dtype=dtype, tensor_amax=amax)
+    quantization = FORMATS[fmt], block, random
+    amax = torch.ones(())
+    return lambda x: launch.quantize_dequantize(x, quantization, dtype=dtype, tensor_amax=amax)
 
 
 def both(fmt: str, random: Any = NO_RANDOM) -> Any:
@@ -49,7 +50,10 @@ VARIANTS: dict[str, tuple[Callable[[torch.Tensor], Any], float | None]] = {
     "fp8 128x1": (one("fp8", COL), None),
     "fp8 128x128": (one("fp8", SQUARE), None),
     "fp4 1x128 stochastic": (one("fp4", ROW, random=RANDOM), None),
-    "fp4 1x128 stochastic, sharded": (one("fp4", ROW, random=RANDOM._replace(mode=2)), None),
+    "fp4 1x128 stochastic, sharded": (
+        one("fp4", ROW, random=RANDOM._replace(mode=launch.SHARDED)),
+        None,
+    ),
     "fp4 128x1 stochastic": (one("fp4", COL, random=RANDOM), None),
     "mxfp8 1x32": (one("mxfp8", (1, 32)), None),
     "nvfp4 1x16": (one("nvfp4", (1, 16)), None),

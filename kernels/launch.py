@@ -80,6 +80,19 @@ def compute_capability(device: torch.device) -> tuple[int, int]:
     return torch.cuda.get_device_capability(device)
 
 
+NEAREST = 0
+"""A `PhiloxArguments.mode`: round to nearest even, without random numbers."""
+
+UNSHARDED = 1
+"""A mode: eight neighbors of a row share a counter, and no column is sharded."""
+
+SHARDED = 2
+"""A mode: eight neighbors of a row share a counter, and columns are sharded."""
+
+UNALIGNED = 3
+"""A mode: columns are laid out in any way, and each element finds its own counter."""
+
+
 class PhiloxArguments(NamedTuple):
     """Where a kernel's random numbers come from (`quantizers.stochastic`).
 
@@ -88,8 +101,7 @@ class PhiloxArguments(NamedTuple):
     Attributes:
         key: The Philox key, as a signed 64-bit number.
         columns: The four integers of a `ColumnMap`.
-        mode: 0: round to nearest even, without random numbers. 1: eight neighbors share a counter
-            and no column is sharded. 2: they share one and columns are sharded. 3: any layout.
+        mode: NEAREST, UNSHARDED, SHARDED or UNALIGNED: how columns are laid out.
         swapped: Whether the element `index` takes the number of `index ^ 4`.
     """
 
@@ -99,7 +111,7 @@ class PhiloxArguments(NamedTuple):
     swapped: bool = False
 
 
-NO_RANDOM = PhiloxArguments(0, (1, 1, 1, 0), 0)
+NO_RANDOM = PhiloxArguments(0, (1, 1, 1, 0), NEAREST)
 """Round to nearest even."""
 
 
@@ -184,16 +196,16 @@ BOTH_CONFIG = LaunchConfig(128, 128, 16)
 
 def quantize_dequantize(
     x: Tensor,
-    *directions: tuple[Format, Block, PhiloxArguments],
+    *quantizations: tuple[Format, Block, PhiloxArguments],
     dtype: torch.dtype,
     tensor_amax: Tensor | None = None,
     config: LaunchConfig | None = None,
 ) -> list[Tensor]:
-    """Return x dequantized in each of one or two directions, from one read of x.
+    """Return x quantized and dequantized in one way or in two, from one read of x.
 
     Args:
         x: [rows, cols], BF16 or FP32, any strides.
-        directions: Format, tile and random numbers of each. Of two directions the first has tiles
+        quantizations: Format, tile and random numbers of each result. Of two, the first has tiles
             along the row and the second along the column; their random numbers share key and
             columns.
         dtype: The dtype of the results, BF16 or FP32.
@@ -201,14 +213,14 @@ def quantize_dequantize(
         config: The block of a program; None takes the standard one.
 
     Returns:
-        [rows, cols], contiguous, for each direction.
+        [rows, cols], contiguous, for each quantization.
     """
     from megatron_snip.kernels.quantize import quantize_kernel
 
-    out = [torch.empty(x.shape, dtype=dtype, device=x.device) for _ in directions]
-    specs = [tile_spec(*direction) for direction in directions]
-    # The kernel takes one key and one map of columns, those of a direction that rounds randomly.
-    drawn = next((random for _, _, random in directions if random.mode), NO_RANDOM)
+    out = [torch.empty(x.shape, dtype=dtype, device=x.device) for _ in quantizations]
+    specs = [tile_spec(*quantization) for quantization in quantizations]
+    # The kernel takes one key and one map of columns, those of a result that is rounded randomly.
+    drawn = next((random for _, _, random in quantizations if random.mode != NEAREST), NO_RANDOM)
     config = config or _config(specs)
     num_programs = math.ceil(x.shape[0] / config.rows) * math.ceil(x.shape[1] / config.cols)
     if x.numel():

@@ -32,6 +32,10 @@ _E8M0 = tl.constexpr(1)
 _E4M3 = tl.constexpr(2)
 _E4M3_TE = tl.constexpr(3)
 _TENSOR = tl.constexpr(4)
+# `TileSpec.mode`, as in launch.py.
+_NEAREST = tl.constexpr(0)
+_UNSHARDED = tl.constexpr(1)
+_UNALIGNED = tl.constexpr(3)
 _EXPONENT = tl.constexpr(0x7F800000)
 _INF = tl.constexpr(float("inf"))
 _STORED_MIN = tl.constexpr(2.0**-6)
@@ -181,11 +185,11 @@ def random_bits16(key, at, layout, R: tl.constexpr, C: tl.constexpr, SPEC: tl.co
     row0, col0, _, _ = at
     global_cols, local_chunk, global_chunk, col_start = layout
     rows = (row0 + tl.arange(0, R)).to(tl.int64)[:, None]
-    cols = col0 + (tl.arange(0, C) if SPEC.mode == 3 else tl.arange(0, C // 8) * 8)
-    if SPEC.mode != 1:
+    cols = col0 + (tl.arange(0, C) if SPEC.mode == _UNALIGNED else tl.arange(0, C // 8) * 8)
+    if SPEC.mode != _UNSHARDED:
         cols = cols // local_chunk * global_chunk + col_start + cols % local_chunk
     cols = cols.to(tl.int64)[None, :]
-    if SPEC.mode == 3:
+    if SPEC.mode == _UNALIGNED:
         index = rows * global_cols + cols
         w0, w1, w2, w3 = philox(key, index >> 3)
         lane = (index & 7).to(tl.int32) ^ (4 if SPEC.swapped else 0)
@@ -219,7 +223,7 @@ def _quantize_block(x, amax_ptr, key, layout, out_ptr, at, SPEC: tl.constexpr, C
     """Quantize and dequantize a block, and write it to `out_ptr`, [rows, cols] contiguous."""
     R: tl.constexpr = x.shape[0]
     C: tl.constexpr = x.shape[1]
-    if SPEC.mode != 0:
+    if SPEC.mode != _NEAREST:
         bits16 = random_bits16(key, at, layout, R, C, SPEC)
     if SPEC.scale >= _TENSOR:
         encode, decode = tensor_scales(tl.load(amax_ptr), R, C, SPEC)
@@ -232,7 +236,7 @@ def _quantize_block(x, amax_ptr, key, layout, out_ptr, at, SPEC: tl.constexpr, C
     if SPEC.scale >= _E4M3:
         y = tl.clamp(y, -SPEC.largest, SPEC.largest, propagate_nan=tl.PropagateNan.ALL)
     power = power_of(y, SPEC.min_power_bits)
-    if SPEC.mode != 0:
+    if SPEC.mode != _NEAREST:
         y = tl.fma(power, tl.fma(bits16.to(tl.float32), SPEC.noise, 2.0**15 * SPEC.noise), y)
     q = round_nearest(y, power, SPEC.anchor)
     value = q * expand_tiles(decode, R, C, SPEC)

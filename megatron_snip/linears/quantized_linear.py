@@ -41,7 +41,7 @@ from megatron_snip.quantizers.stochastic import StochasticStream
 from megatron_snip.types import Gemm, Operand
 
 WgradFunction = Callable[[Tensor, Tensor], Tensor | None]
-"""(G [M, N], X [M, K]) -> dW, or None where it was added into `main_grad`."""
+"""(Q(G) [M, N], Q(X) [M, K]) -> dW, or None where it was added into `main_grad`."""
 
 WeightCache = dict[Hashable, Tensor]
 """The quantized forms of one weight, by format, block and dtype."""
@@ -61,8 +61,9 @@ class LinearCall:
             it.
         cache: holds the quantized weight; None quantizes it in every GEMM.
         saves_input: save X itself for the backward, not its quantized form.
-        defer_wgrad: gets G, X and a function of both that returns dW, and calls it after the
-            backward; None computes dW in the backward.
+        defer_wgrad: gets wgrad's operands, Q(G) and Q(X) of all gathered tokens, and a function of
+            both that returns dW. It calls the function after the backward. None computes dW in the
+            backward.
     """
 
     option: Option
@@ -111,7 +112,7 @@ class _QuantizedLinear(torch.autograd.Function):
         x, saved, ctx.saves_quantized = _prepare_input(input, weight, call, needs_wgrad)
         ctx.save_for_backward(weight, *saved)
         rows = x.reshape(-1, x.shape[-1])
-        y = activation_gemm(rows, weight, Gemm.FPROP, call.option, input.dtype, call.cache)
+        y = fprop_or_dgrad_gemm(rows, weight, Gemm.FPROP, call.option, input.dtype, call.cache)
         y = y.view(*x.shape[:-1], weight.shape[0])
         return y if bias is None else y + bias
 
@@ -128,10 +129,10 @@ class _QuantizedLinear(torch.autograd.Function):
         dtype = operand_dtype(g, weight.shape[1])
         gemms = (Gemm.DGRAD, Gemm.WGRAD) if saved else (Gemm.DGRAD,)
         # G for dgrad (tiles in rows), and for wgrad (tiles in columns) unless the weight is frozen.
-        g_row, *g_col = quantize_activation(
+        g_row, *g_col = quantize_input_or_grad(
             g, Operand.GRAD_OUTPUT, call.option, dtype, *gemms, stream=call.stream()
         )
-        dx = activation_gemm(g_row, weight, Gemm.DGRAD, call.option, g.dtype, call.cache)
+        dx = fprop_or_dgrad_gemm(g_row, weight, Gemm.DGRAD, call.option, g.dtype, call.cache)
         del g_row
         dx = dx.view(*grads[0].shape[:-1], weight.shape[1])
         if gathering is not None:
@@ -141,7 +142,7 @@ class _QuantizedLinear(torch.autograd.Function):
         dw = None
         if x is not None:
             if not ctx.saves_quantized:
-                (x,) = quantize_activation(x, Operand.INPUT, call.option, dtype, Gemm.WGRAD)
+                (x,) = quantize_input_or_grad(x, Operand.INPUT, call.option, dtype, Gemm.WGRAD)
             wgrad = partial(_wgrad, call=call, weight=weight, main_grad=ctx.main_grad)
             if call.defer_wgrad is None:
                 dw = wgrad(g_col[0], x.flatten(0, -2))
@@ -179,11 +180,11 @@ def _prepare_input(
     saved = [input] if needs_wgrad else []
     if quantize_first:
         gemms = (Gemm.FPROP, Gemm.WGRAD) if needs_wgrad else (Gemm.FPROP,)
-        x, *saved = quantize_activation(x, Operand.INPUT, option, dtype, *gemms)
+        x, *saved = quantize_input_or_grad(x, Operand.INPUT, option, dtype, *gemms)
     if call.sequence_parallel:
         x, _ = _start_gather(x, call)
     if not quantize_first:
-        (x,) = quantize_activation(x, Operand.INPUT, option, dtype, Gemm.FPROP)
+        (x,) = quantize_input_or_grad(x, Operand.INPUT, option, dtype, Gemm.FPROP)
     return x, saved, quantize_first
 
 
@@ -238,7 +239,7 @@ def _flag_as_added(weight: Tensor) -> Tensor | None:
     return make(weight.shape, dtype=weight.dtype, device=weight.device)
 
 
-def quantize_activation(
+def quantize_input_or_grad(
     x: Tensor,
     operand: Operand,
     option: Option,
@@ -280,7 +281,7 @@ def can_quantize_before_gather(option: Option, num_rows: int) -> bool:
     return True
 
 
-def activation_gemm(
+def fprop_or_dgrad_gemm(
     a: Tensor,
     w: Tensor,
     gemm: Gemm,
@@ -291,7 +292,7 @@ def activation_gemm(
     """Return Y = X W^T [M, N] for fprop, dX = G W [M, K] for dgrad.
 
     Args:
-        a: X [M, K] or G [M, N], from `quantize_activation`.
+        a: X [M, K] or G [M, N], from `quantize_input_or_grad`.
         w: W [N, K].
         gemm: fprop or dgrad.
         option: decides the format of both operands.
@@ -316,8 +317,8 @@ def wgrad_gemm(g: Tensor, x: Tensor, option: Option, dtype: torch.dtype) -> Tens
     """Return dW [N, K] in `dtype`.
 
     Args:
-        g: [M, N], from `quantize_activation`.
-        x: [M, K], from `quantize_activation`.
+        g: [M, N], from `quantize_input_or_grad`.
+        x: [M, K], from `quantize_input_or_grad`.
         option: decides the format of both operands.
         dtype: dtype of the result; FP32 for GEMMs that add into `main_grad`.
     """

@@ -8,9 +8,10 @@ a tensor's own [rows, cols], with `t` the format's tile and (r, c) its weight bl
     wgrad  grad_output [M, N]  (t, 1)         input   [M, K]  (t, 1)
 
 With a square weight block one quantized weight serves both fprop and dgrad. grad_output is rounded
-stochastically in formats that ask for it, everything else to nearest even. Transformer Engine's
-NVFP4 recipe applies a Hadamard transform to both operands of wgrad first, and so do the statistics
-(`rotated`); it leaves their product unchanged.
+stochastically in formats that ask for it, everything else to nearest even. A format with
+`wgrad_hadamard` (Transformer Engine's NVFP4 recipe) first applies a Hadamard transform to both
+operands of wgrad, in statistics and in simulated linears alike (`rotated`). It leaves their product
+unchanged.
 
 Triton kernels quantize where they can run (`kernels.launch.obstacle`), else the reference does, to
 the same bits.
@@ -140,8 +141,8 @@ def quantize_dequantize(
         return reference.quantize_dequantize(
             x, fmt, block, bits16=bits16, tensor_amax=amax, scales=scales, dtype=dtype
         )
-    direction = (fmt, block, philox_arguments(stream, x.shape[1]))
-    (out,) = launch.quantize_dequantize(x, direction, dtype=dtype, tensor_amax=amax)
+    random = philox_arguments(stream, x.shape[1])
+    (out,) = launch.quantize_dequantize(x, (fmt, block, random), dtype=dtype, tensor_amax=amax)
     return out
 
 
@@ -272,11 +273,11 @@ def philox_arguments(stream: StochasticStream | None, cols: int) -> PhiloxArgume
     columns = stream.column_map(cols)
     is_sharded = columns.local_chunk != columns.global_cols
     if not columns.aligned:
-        mode = 3
+        mode = launch.UNALIGNED
     elif is_sharded:
-        mode = 2
+        mode = launch.SHARDED
     else:
-        mode = 1
+        mode = launch.UNSHARDED
     word = stream.key.word
     signed = word - 2**64 if word >= 2**63 else word  # Triton's integers are signed
     return PhiloxArguments(signed, columns, mode, stream.swapped)

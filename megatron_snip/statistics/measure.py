@@ -40,8 +40,9 @@ from megatron_snip.topology import LinearKind
 from megatron_snip.types import Gemm, Operand
 
 _HEALTH_ERRORS = ("input_error", "weight_error", "grad_error_in_dgrad")
-"""The errors that health reports: of X and W as fprop quantizes them, and of G as dgrad does. (The
-`grad_error` of the statistics is of G in wgrad.) `partial_sums` adds up their squares."""
+"""The errors that health reports: of X and W as fprop quantizes them, and of G as dgrad does.
+`partial_sums` adds up their squares. The statistics take G as wgrad quantizes it: `grad_error`
+without a GEMM in its name, which is also the name of a column in files."""
 
 
 class TensorAmaxes(NamedTuple):
@@ -81,8 +82,8 @@ class Operands(NamedTuple):
         input: X [S, K], single tokens.
         weight: W [N, K].
         grad_output: G [S, N], the same tokens.
-        input_runs: X [R, K], runs of consecutive tokens that are complete tiles of wgrad.
-        grad_output_runs: G [R, N / stride], the same tokens, every `stride`-th output feature.
+        input_tiles: X [R, K] of R other tokens, which are complete tiles of wgrad.
+        grad_output_tiles: G [R, N / stride], the same tokens, every `stride`-th output feature.
         amaxes: largest magnitudes of all of X, W and G; None where no format has a scale per
             tensor.
     """
@@ -90,8 +91,8 @@ class Operands(NamedTuple):
     input: Tensor
     weight: Tensor
     grad_output: Tensor
-    input_runs: Tensor
-    grad_output_runs: Tensor
+    input_tiles: Tensor
+    grad_output_tiles: Tensor
     amaxes: TensorAmaxes | None = None
 
     def of(self, operand: Operand, gemm: Gemm) -> Tensor:
@@ -99,8 +100,8 @@ class Operands(NamedTuple):
         if operand is Operand.WEIGHT:
             return self.weight
         if operand is Operand.INPUT:
-            return self.input_runs if gemm is Gemm.WGRAD else self.input
-        return self.grad_output_runs if gemm is Gemm.WGRAD else self.grad_output
+            return self.input_tiles if gemm is Gemm.WGRAD else self.input
+        return self.grad_output_tiles if gemm is Gemm.WGRAD else self.grad_output
 
     def as_fp32(self) -> Self:
         """Return the operands with all tensors in FP32."""
@@ -108,8 +109,8 @@ class Operands(NamedTuple):
             input=self.input.float(),
             weight=self.weight.float(),
             grad_output=self.grad_output.float(),
-            input_runs=self.input_runs.float(),
-            grad_output_runs=self.grad_output_runs.float(),
+            input_tiles=self.input_tiles.float(),
+            grad_output_tiles=self.grad_output_tiles.float(),
         )
 
     def tensor_amax(self, fmt: Format, operand: Operand, gemm: Gemm) -> Tensor | None:
@@ -165,7 +166,8 @@ class _FormatErrors(NamedTuple):
     Attributes:
         output: eY [S, N].
         input_grad: eX [S, K].
-        norms: the norms of the rows of every other error, by the name of its square.
+        norms: the row norms of every other error. The key is the name of the sum of squares that
+            `_sums_of_squares` makes of them later, such as `input_error_square`.
     """
 
     output: Tensor
@@ -192,9 +194,9 @@ def partial_sums(
         formats: what is measured under each name.
         stream: random numbers of G, where a format rounds it stochastically.
         sensitivity: D of the shard; None takes D = 1.
-        features: the output features of `grad_output_runs`.
+        features: the output features of `grad_output_tiles`.
     """
-    runs_stream = stream.with_column_stride(features.step or 1, operands.weight.shape[0])
+    tiles_stream = stream.with_column_stride(features.step or 1, operands.weight.shape[0])
     if not operands.weight.is_cuda:
         # Converted once here; otherwise each product and norm does it. On a GPU the kernels read
         # BF16.
@@ -202,7 +204,7 @@ def partial_sums(
     x, w, g = operands.input, operands.weight, operands.grad_output
     output = matmul_fp32(x, w.t())
     input_grad = matmul_fp32(g, w)
-    wgrad = matmul_fp32(operands.grad_output_runs.t(), operands.input_runs)
+    wgrad = matmul_fp32(operands.grad_output_tiles.t(), operands.input_tiles)
     # Row norms, under the name of the sum of squares that `_sums_of_squares` makes of them.
     norms = {
         "input_square": _row_norms(x),
@@ -217,7 +219,7 @@ def partial_sums(
         errors = _token_errors(operands, fmt, output, input_grad, stream, health)
         outputs.append(errors.output)
         input_grads.append(errors.input_grad)
-        of_wgrad = _wgrad_errors(operands, fmt, wgrad, runs_stream, sensitivity, features)
+        of_wgrad = _wgrad_errors(operands, fmt, wgrad, tiles_stream, sensitivity, features)
         for error, row_norms in (errors.norms | of_wgrad).items():
             norms[f"{name}.{error}"] = row_norms
     if kind == "row":
@@ -234,16 +236,11 @@ def partial_sums(
     health_sums = health.sums(torch.stack(health_errors).float(), (x, w, g))
     if num_shards > 1:
         # Every shard holds G (row-parallel) or X (column-parallel) in full, and adds it to the sum
-        # over shards. It must count once there. Its scalars are `grad_square`,
-        # `fp4.grad_error_square` .. or `input_square`, `fp4.input_error_square` ... The prefix
-        # `input_` would also match dX (`input_grad_square`), but a column-parallel linear has no
-        # such scalar here.
+        # over shards. It must count once there.
         replicated = Operand.GRAD_OUTPUT if kind == "row" else Operand.INPUT
         health_sums[:, list(Operand).index(replicated)] /= num_shards
-        prefix = "grad_" if kind == "row" else "input_"
-        for i, name in enumerate(scalar_names):
-            if name.rpartition(".")[2].startswith(prefix):
-                scalars[i] /= num_shards
+        for name in _squares_of("grad" if kind == "row" else "input", formats):
+            scalars[scalar_names.index(name)] /= num_shards
 
     all_outputs = torch.stack(outputs)
     is_row = kind == "row"
@@ -302,12 +299,12 @@ def _wgrad_errors(
     """Measure wgrad of complete tiles; `wgrad` is dW without errors.
 
     Returns:
-        The norms of the rows of each error, by the name of its square.
+        The row norms of each error; keys as in `_FormatErrors.norms`.
     """
     g_q = _quantized(operands, fmt, Operand.GRAD_OUTPUT, Gemm.WGRAD, stream)
     x_q = _quantized(operands, fmt, Operand.INPUT, Gemm.WGRAD)
     error = matmul_fp32(g_q.t(), x_q).sub_(wgrad)
-    rotated_g = rotated(operands.grad_output_runs, fmt, Gemm.WGRAD)
+    rotated_g = rotated(operands.grad_output_tiles, fmt, Gemm.WGRAD)
     norms = {
         "grad_error_square": _row_norms(g_q.sub_(rotated_g)),
         "wgrad_error_square": _row_norms(error),

@@ -1,10 +1,13 @@
 """StepObserver: watches the linears of one training iteration and adds up what `measure.py` finds.
 
 The forward stores a sample of the input's tokens. A tap on the linear's output measures in the
-backward, when the gradient of the output is there. The tap is an identity in both directions. It
-sits on what the linear's own GEMM returns, before any reduction over tensor-parallel ranks: the
-backward of that reduction gives every rank the full gradient. Training itself does not change:
-nothing is replayed, perturbed or restored.
+backward, when the gradient of the output is there. The tap is an identity in both directions.
+Training itself does not change: nothing is replayed, perturbed or restored.
+
+On Megatron's own linears the tap comes before the reduction over tensor-parallel ranks, whose
+backward gives every rank the full gradient. On Transformer Engine's linears it comes after the
+reduction. There the gradient is full too, except under sequence parallelism: then a rank has the
+gradient of its own tokens (`output_is_split`), and the ranks exchange the sampled rows.
 
 Ranks of a tensor axis exchange their sums within the backward, all in the same order. A rank that
 fails to measure contributes zeros, and `table` raises on all ranks. Nothing waits for the device
@@ -95,7 +98,9 @@ class StepObserver:
     """Observes one iteration; the linears call `observe` on every rank.
 
     Attributes:
-        seconds: seconds that this rank's host has spent on sampling, in the taps and in `table`.
+        seconds: what measuring has cost so far, in seconds: this rank's host time in the forward
+            samples, in the taps and in `table`. Where an additional, unfused run is observed, its
+            wall time takes the place of the first two (`Observations.watching`).
     """
 
     def __init__(
@@ -126,7 +131,7 @@ class StepObserver:
         self._rotation = next(filter(needs_tensor_amax, rotating), None)
         self._num_forwards: dict[Placement, int] = defaultdict(int)
         self._own = RankSums()
-        self._update_is_counted: set[Placement] = set()
+        self._updates_added: set[Placement] = set()
         # Cached, so that all linears of a microbatch have the same sampled tokens.
         self._draw = cache(partial(draw_sample, settings))
 
@@ -139,7 +144,7 @@ class StepObserver:
         """Forget what was observed: the training pass is repeated."""
         self._num_forwards.clear()
         self._own = RankSums()
-        self._update_is_counted.clear()
+        self._updates_added.clear()
 
     def observe(
         self,
@@ -174,8 +179,9 @@ class StepObserver:
             return output
         if not (torch.is_grad_enabled() and output.requires_grad):
             return output  # an evaluation, or a forward that is recomputed later
-        # A linear whose input is split although it has one shard: each tensor-parallel rank holds
-        # the complete weight, and its own tokens (sequence parallelism).
+        # One shard, but a split input: the weight is replicated, and sequence parallelism splits
+        # the tokens over the model's tensor axis. (Without tensor parallelism both axes have
+        # size 1.)
         is_replicated = input_is_split and placement.tensor.size == 1
         token_axis = self._topology.tensor if is_replicated else placement.tensor
         call = _Call(
@@ -287,8 +293,8 @@ class StepObserver:
             input=x[:single],
             weight=weight,
             grad_output=g[:single],
-            input_runs=x[single:],
-            grad_output_runs=g[single:, features],
+            input_tiles=x[single:],
+            grad_output_tiles=g[single:, features],
             amaxes=amaxes,
         )
         measure = partial(
@@ -360,7 +366,8 @@ class StepObserver:
         """
         placement = call.placement
         measured = totals(sums, placement.kind, grad, self._settings.formats)
-        # Context ranks divide a microbatch's tokens; each adds its share of what counts only once.
+        # Each context-parallel rank measures its own tokens of the same microbatch. What counts
+        # once for each microbatch, such as |W|^2, each of these ranks adds with factor 1 / CP.
         share = 1.0 / self._topology.context
         token_factor, tile_factor = sample.expansions
         # What a measured value stands for, by what its column is summed over (`Column.over`).
@@ -370,17 +377,17 @@ class StepObserver:
             "weight": share,
             "all": 1.0,
         }
-        counted = self._known_statistics(placement, sample, share)
+        known = self._counts_and_update(placement, sample, share)
         columns = self._layout.columns
         # What the host knows goes to the device in one transfer.
         host = [
             [expansion[column_of(name).over] for name in columns],
-            [counted.get(name, 0.0) for name in columns],
+            [known.get(name, 0.0) for name in columns],
         ]
-        factors, counts = to_device(grad.device, torch.tensor(host, dtype=torch.float64))
-        zero = torch.zeros_like(counts[0])
+        factors, known_values = to_device(grad.device, torch.tensor(host, dtype=torch.float64))
+        zero = torch.zeros_like(known_values[0])
         found = torch.stack([measured.get(name, zero) for name in columns])
-        statistics = found * factors + counts
+        statistics = found * factors + known_values
         # X and G are of sampled tokens; W is complete, in every microbatch.
         by_operand = torch.tensor([[token_factor], [share], [token_factor]], dtype=torch.float64)
         health = sums.health.double() * to_device(grad.device, by_operand)
@@ -389,18 +396,24 @@ class StepObserver:
             _add_to(self._own.experts, key, self._layout.expert_row(statistics, health))
         _add_to(self._own.rows, placement.name, self._layout.row(statistics, health))
 
-    def _known_statistics(
+    def _counts_and_update(
         self, placement: Placement, sample: Sample, share: float
     ) -> dict[str, float]:
-        """Return the statistics of one microbatch that are known without measuring, by column."""
-        counted = {"microbatches": share, "tokens": float(sample.num_tokens)}
-        # A weight's update counts once, and not in every microbatch and on every data rank.
-        is_counted = placement in self._update_is_counted
-        if not is_counted and self._topology.data_axis(placement).rank == 0:
+        """Return what a microbatch adds without being measured, by column: counts and |update|^2.
+
+        Args:
+            placement: the linear.
+            sample: the measured tokens of the microbatch.
+            share: the part of the microbatch that counts on this rank, 1 / CP.
+        """
+        known = {"microbatches": share, "tokens": float(sample.num_tokens)}
+        # A weight's update is added once, and not in every microbatch and on every data rank.
+        was_added = placement in self._updates_added
+        if not was_added and self._topology.data_axis(placement).rank == 0:
             sensitivity = self._sensitivities.get(placement)
-            counted["update_square"] = 0.0 if sensitivity is None else sensitivity.update_square
-        self._update_is_counted.add(placement)
-        return counted
+            known["update_square"] = 0.0 if sensitivity is None else sensitivity.update_square
+        self._updates_added.add(placement)
+        return known
 
     def _tensor_amaxes(
         self, call: _Call, sample: Sample, weight: Tensor, grad: Tensor

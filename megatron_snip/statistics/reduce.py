@@ -123,7 +123,8 @@ def reduce_sums(
 
     named = [dict(zip(layout.columns, row, strict=True)) for row in sums.statistics.tolist()]
     pairs = list(zip(linears, named, strict=True))
-    # The experts of a layer count each token `num_active` times.
+    # All measured linears see the same tokens; the experts of a layer see each of them `num_active`
+    # times, or less often where tokens are dropped. Linears that were not measured have none.
     batch_tokens = max((row["tokens"] / info.num_active for info, row in pairs), default=0.0)
     decoded = [
         _linear_statistics(info, row, settings.formats, grad_scale, batch_tokens)

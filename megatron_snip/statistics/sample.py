@@ -59,6 +59,7 @@ class Sample:
         microbatch: Global index of the microbatch within the iteration.
         num_tokens: Number of tokens of the microbatch, over all ranks of the tensor axis.
         rows: Indices of S single tokens, then of the R tokens of complete tiles, int64 [S + R].
+            Where all tokens are measured, S = R = num_tokens: `rows` has each token twice.
         num_single: The number S of single tokens.
         first_feature: The first output feature that wgrad is measured on; None leaves none out.
         expansions: Factors from sums over the S tokens, and from sums over the R tokens, to sums
@@ -84,8 +85,7 @@ class Sample:
 def draw_sample(settings: MeasureSettings, num_tokens: int, microbatch: int) -> Sample:
     """Return the sample of a microbatch, without X; its rows are of all ranks' tokens together.
 
-    A microbatch whose tokens the rounded-up sample covers is measured completely: `rows` then has
-    every token twice.
+    A microbatch whose tokens the rounded-up sample covers is measured completely.
 
     Args:
         settings: What is observed; its seed and iteration decide which tokens are drawn.
@@ -98,7 +98,7 @@ def draw_sample(settings: MeasureSettings, num_tokens: int, microbatch: int) -> 
     num_chosen = math.ceil(wanted / tile)
     # All tokens, once each, unless some can be left out.
     single = torch.arange(num_tokens)
-    runs = single
+    in_tiles = single
     first_feature = None
     expansions = (1.0, 1.0)
     if not settings.all_tokens and num_chosen < num_tiles:
@@ -106,12 +106,12 @@ def draw_sample(settings: MeasureSettings, num_tokens: int, microbatch: int) -> 
         generator = torch.Generator().manual_seed(word >> 1)  # a seed has 63 bits
         single = torch.randperm(num_tokens, generator=generator)[:wanted]
         chosen = torch.randperm(num_tiles, generator=generator)[:num_chosen].sort().values
-        runs = (chosen[:, None] * tile + torch.arange(tile)).reshape(-1)
-        runs = runs[runs < num_tokens]
+        in_tiles = (chosen[:, None] * tile + torch.arange(tile)).reshape(-1)
+        in_tiles = in_tiles[in_tiles < num_tokens]
         key = StreamKey(settings.seed, "sampled features", settings.iteration, 0)
         first_feature = (key.word + microbatch) % FEATURE_STRIDE  # four microbatches cover all
         expansions = (num_tokens / wanted, num_tiles / num_chosen)
-    rows = torch.cat([single, runs])
+    rows = torch.cat([single, in_tiles])
     return Sample(microbatch, num_tokens, rows, len(single), first_feature, expansions)
 
 

@@ -21,7 +21,7 @@ from megatron_snip.linears.quantized_linear import WgradFunction
 from megatron_snip.linears.te.modules import is_grouped
 
 Deferral = Callable[[Tensor, Tensor, WgradFunction], None]
-"""Gets G, X and what multiplies them."""
+"""Gets wgrad's operands, Q(G) and Q(X), and what multiplies them."""
 
 _Entry = tuple[Tensor, Tensor, WgradFunction]
 

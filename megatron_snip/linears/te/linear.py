@@ -3,9 +3,11 @@
 Each of Megatron's Transformer Engine linears has the attribute `te_quant_params`, which describes
 the autocast that its forward runs in. SNIP sets it from the plan, with hooks of the module:
 
-    before the forward    set the recipe: the plan's, or BF16 in BF16 evaluations
-    after the forward     let an observer see X, W and G
-    after the forward     put back a weight that is stored quantized
+    before the forward    set the recipe: the plan's, or BF16 in BF16 evaluations. If that is not
+                          the job's, a weight that is stored quantized is replaced by its copy in
+                          high precision
+    after the forward     put a tap on the output, through which an observer sees X, W and G; put
+                          the stored weight back
 
 Two properties of Transformer Engine need care:
 
@@ -27,7 +29,13 @@ from megatron_snip.errors import UnsupportedError
 from megatron_snip.linears.runtime import Runtime
 from megatron_snip.linears.te.history import keep_history
 from megatron_snip.linears.te.job import job_option, job_recipe
-from megatron_snip.linears.te.machine import Machine, forward_only, te_recipe, te_refusal
+from megatron_snip.linears.te.machine import (
+    RECIPES_PER_GEMM_IN_EXPERTS,
+    Machine,
+    forward_only,
+    te_recipe,
+    te_refusal,
+)
 from megatron_snip.linears.te.modules import (
     EXTENSION,
     gather_refusal,
@@ -84,11 +92,13 @@ class RecipeTELinear:
         self.job_option = job_option(self._job_recipe)
         if machine.backward_override:  # NVTE_BACKWARD_OVERRIDE: dgrad and wgrad run in BF16
             self.job_option = forward_only(self.job_option)
-        self._module_params = module.te_quant_params  # before SNIP
+        self._params_before_snip = module.te_quant_params  # what `uninstall` restores
         self._bf16_params = quant_params(BF16_RECIPE)
-        self._job_params = self._module_params
+        # What the linear runs while the plan gives it the job's option.
+        self._job_params = self._params_before_snip
         if self._job_recipe == BF16_RECIPE:
-            # One object for both: `_before_forward` sees that a BF16 evaluation changes nothing.
+            # The same values, in the object of BF16 evaluations: by the object `_before_forward`
+            # sees that such an evaluation changes nothing.
             self._job_params = self._bf16_params
         # What the plan asks for; at first what the job runs.
         self._option = self.job_option
@@ -152,7 +162,7 @@ class RecipeTELinear:
             if reason is not None:
                 return reason
         if is_grouped(self.module) and not recipe.is_uniform:
-            reason = self._machine.te_unavailable.get("custom experts")
+            reason = self._machine.te_unavailable.get(RECIPES_PER_GEMM_IN_EXPERTS)
             if reason is not None:
                 return f"{option}: Transformer Engine {self._machine.te_version} {reason}"
         rotated = [name for name in recipe if RECIPES[name].quantization.wgrad_hadamard]
@@ -172,7 +182,8 @@ class RecipeTELinear:
         if self._hooks:
             return
         # First among the forward hooks, so that in the backward the tap runs last. It reads the
-        # weight, which a hook of Megatron-FSDP may gather in the backward.
+        # weight, which under Megatron-FSDP is complete only after FSDP's own hook has gathered it
+        # in the backward.
         tap = self.module.register_forward_hook(self._after_forward, with_kwargs=True, prepend=True)
         self._hooks = [
             self.module.register_forward_pre_hook(self._before_forward, with_kwargs=True),
@@ -193,7 +204,7 @@ class RecipeTELinear:
             hook.remove()
         self._hooks = []
         self._overlap.set_recipe(None)
-        self.module.te_quant_params = self._module_params
+        self.module.te_quant_params = self._params_before_snip
         self.option = self.job_option
 
     def begin_step(self) -> None:
@@ -222,6 +233,8 @@ class RecipeTELinear:
         the first quantized weight forever.
         """
         if not quantizes_by_default(self.module.config):
+            # With this, Megatron passes `is_first_microbatch=None`, and Transformer Engine then
+            # keeps no quantized weight for the next microbatch.
             self.module.disable_parameter_transpose_cache = True
         if self.stored is not None:
             self.stored.prepare_capture()

@@ -31,6 +31,12 @@ logger = logging.getLogger(__name__)
 OVERRIDE = "NVTE_BACKWARD_OVERRIDE"
 """Variable that Transformer Engine reads when it is imported."""
 
+RECIPES_PER_GEMM = "custom"
+"""Key of `Machine.te_unavailable`: recipes that give every GEMM its own quantizers."""
+
+RECIPES_PER_GEMM_IN_EXPERTS = "custom experts"
+"""Key of `Machine.te_unavailable`: the same in grouped linears."""
+
 _PER_GEMM = (
     ("transformer_engine.common.recipe", "CustomRecipe"),
     ("transformer_engine.pytorch.quantization", "QuantizerRole"),
@@ -48,9 +54,8 @@ class Machine:
     Attributes:
         capability: (major, minor) of the GPU, or None without one.
         te_version: version of Transformer Engine, or None where it cannot be imported.
-        te_unavailable: recipes that Transformer Engine cannot run here -> its reason; `custom` is
-            the one that gives every GEMM its own quantizers, `custom experts` the same in grouped
-            linears.
+        te_unavailable: recipes that Transformer Engine cannot run here -> its reason. A key is a
+            name in `RECIPES`, RECIPES_PER_GEMM or RECIPES_PER_GEMM_IN_EXPERTS.
         run: the low precision that the run has by default.
         backward_override: what Transformer Engine runs dgrad and wgrad of every quantized linear
             in: `high_precision` (BF16), `dequantized` (BF16, of W and X as fprop rounded them), or
@@ -128,10 +133,11 @@ def _unavailable_recipes(manager: Any) -> dict[str, str]:
         for module, name in _PER_GEMM:
             getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError):
-        found["custom"] = "has no quantizers per GEMM (CustomRecipe with HybridQuantizer)"
+        found[RECIPES_PER_GEMM] = "has no quantizers per GEMM (CustomRecipe with HybridQuantizer)"
     grouped = importlib.import_module("transformer_engine.pytorch.module.grouped_linear")
     if not hasattr(grouped, "HybridQuantizer"):  # before 2.19
-        found["custom experts"] = "takes one format for all three GEMMs of grouped experts"
+        reason = "takes one format for all three GEMMs of grouped experts"
+        found[RECIPES_PER_GEMM_IN_EXPERTS] = reason
     return found
 
 
@@ -251,8 +257,8 @@ def te_refusal(option: Option, machine: Machine) -> str | None:
     for name in recipe:
         if not RECIPES[name].per_gemm:
             return f"{option}: {name} takes one recipe for all three GEMMs of a linear"
-    if "custom" in machine.te_unavailable:
-        reason = machine.te_unavailable["custom"]
+    if RECIPES_PER_GEMM in machine.te_unavailable:
+        reason = machine.te_unavailable[RECIPES_PER_GEMM]
         return f"{option}: Transformer Engine {machine.te_version} {reason}"
     return None
 

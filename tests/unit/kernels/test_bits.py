@@ -114,10 +114,10 @@ def test_streams_of_sharded_tensors(columns, cols):
 
 def test_results_do_not_depend_on_the_launch():
     x = torch.randn(70, 200, device=DEVICE)
-    direction = FORMATS["fp4"], (1, 32), philox_arguments(STREAM, 200)
+    quantization = FORMATS["fp4"], (1, 32), philox_arguments(STREAM, 200)
     first, *others = (
         launch.quantize_dequantize(
-            x, direction, dtype=torch.float32, config=launch.LaunchConfig(*shape)
+            x, quantization, dtype=torch.float32, config=launch.LaunchConfig(*shape)
         )[0]
         for shape in ((32, 128, 4), (8, 32, 1), (64, 256, 8))
     )

@@ -47,8 +47,8 @@ def planned(config: Any = None) -> tuple[Linear, SimulatedMegatronLinear, Runtim
 
 
 def simulated(module: Linear, x: torch.Tensor, option: Option = FP4) -> torch.Tensor:
-    (x_q,) = gemms.quantize_activation(x, Operand.INPUT, option, torch.float32, Gemm.FPROP)
-    return gemms.activation_gemm(x_q, module.weight.detach(), Gemm.FPROP, option, x.dtype)
+    (x_q,) = gemms.quantize_input_or_grad(x, Operand.INPUT, option, torch.float32, Gemm.FPROP)
+    return gemms.fprop_or_dgrad_gemm(x_q, module.weight.detach(), Gemm.FPROP, option, x.dtype)
 
 
 def test_another_override_is_neither_replaced_nor_removed() -> None:
