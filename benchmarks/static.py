@@ -35,8 +35,8 @@ RANDOM = philox_arguments(StochasticStream(KEY), 1024)
 
 def one(fmt: str, block: Block, dtype: torch.dtype = BF16, random: Any = NO_RANDOM) -> Any:
     quantization = FORMATS[fmt], block, random
-    amax = torch.ones(())
-    return lambda x: launch.quantize_dequantize(x, quantization, dtype=dtype, tensor_amax=amax)
+    number = torch.ones(())
+    return lambda x: launch.quantize_dequantize(x, quantization, dtype=dtype, tensor_number=number)
 
 
 def both(fmt: str, random: Any = NO_RANDOM) -> Any:

@@ -198,7 +198,7 @@ def quantize_dequantize(
     x: Tensor,
     *quantizations: tuple[Format, Block, PhiloxArguments],
     dtype: torch.dtype,
-    tensor_amax: Tensor | None = None,
+    tensor_number: Tensor | None = None,
     config: LaunchConfig | None = None,
 ) -> list[Tensor]:
     """Return x quantized and dequantized in one way or in two, from one read of x.
@@ -209,7 +209,8 @@ def quantize_dequantize(
             along the row and the second along the column; their random numbers share key and
             columns.
         dtype: The dtype of the results, BF16 or FP32.
-        tensor_amax: FP32 scalar, needed where a scale is the tensor's.
+        tensor_number: FP32 scalar, needed where `Format.needs_tensor_number`: the tensor's largest
+            magnitude, or for delayed scaling its scale.
         config: The block of a program; None takes the standard one.
 
     Returns:
@@ -229,7 +230,7 @@ def quantize_dequantize(
             quantize_kernel[(num_programs,)](
                 x,
                 *x.stride(),
-                x if tensor_amax is None else tensor_amax,  # any pointer: not read
+                x if tensor_number is None else tensor_number,  # any pointer: not read
                 *x.shape,
                 out[0],
                 out[-1],

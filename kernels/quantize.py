@@ -219,18 +219,20 @@ def _narrow(value, dtype: tl.constexpr, NATIVE_CASTS: tl.constexpr):
 
 
 @triton.jit
-def _quantize_block(x, amax_ptr, key, layout, out_ptr, at, SPEC: tl.constexpr, CASTS: tl.constexpr):
+def _quantize_block(
+    x, number_ptr, key, layout, out_ptr, at, SPEC: tl.constexpr, CASTS: tl.constexpr
+):
     """Quantize and dequantize a block, and write it to `out_ptr`, [rows, cols] contiguous."""
     R: tl.constexpr = x.shape[0]
     C: tl.constexpr = x.shape[1]
     if SPEC.mode != _NEAREST:
         bits16 = random_bits16(key, at, layout, R, C, SPEC)
     if SPEC.scale >= _TENSOR:
-        encode, decode = tensor_scales(tl.load(amax_ptr), R, C, SPEC)
+        encode, decode = tensor_scales(tl.load(number_ptr), R, C, SPEC)
     else:
         tensor_amax = 0.0
         if SPEC.scale >= _E4M3:
-            tensor_amax = tl.load(amax_ptr)
+            tensor_amax = tl.load(number_ptr)
         encode, decode = tile_scales(tile_amax(x, SPEC), tensor_amax, SPEC)
     y = x * expand_tiles(encode, R, C, SPEC)
     if SPEC.scale >= _E4M3:
@@ -249,7 +251,7 @@ def quantize_kernel(
     x_ptr,  # [rows, cols] BF16 or FP32
     x_row,
     x_col,
-    amax_ptr,  # FP32 scalar, read by E4M3 scales
+    number_ptr,  # FP32 scalar: `tensor_number` of launch.py
     rows,
     cols,
     out_ptr,  # [rows, cols] BF16 or FP32, contiguous
@@ -275,8 +277,8 @@ def quantize_kernel(
     at = (tl.program_id(0) // across) * R, (tl.program_id(0) % across) * C, rows, cols
     layout = (global_cols, local_chunk, global_chunk, col_start)
     x = load_block(x_ptr, x_row, x_col, at, R, C)
-    _quantize_block(x, amax_ptr, key, layout, out_ptr, at, SPEC, NATIVE_CASTS)
+    _quantize_block(x, number_ptr, key, layout, out_ptr, at, SPEC, NATIVE_CASTS)
     if BOTH:
         if SPEC.mode or SECOND.mode:  # from the L1 cache: random numbers need the registers
             x = load_block(x_ptr, x_row, x_col, at, R, C)
-        _quantize_block(x, amax_ptr, key, layout, second_ptr, at, SECOND, NATIVE_CASTS)
+        _quantize_block(x, number_ptr, key, layout, second_ptr, at, SECOND, NATIVE_CASTS)

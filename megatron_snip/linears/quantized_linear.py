@@ -32,7 +32,6 @@ from megatron_snip.formats import get_format
 from megatron_snip.matmul import LARGE_GEMM, matmul_fp32
 from megatron_snip.options import Option
 from megatron_snip.quantizers.quantize import (
-    needs_tensor_amax,
     operand_block,
     quantize_dequantize_operand,
     quantize_dequantize_pair,
@@ -276,7 +275,7 @@ def can_quantize_before_gather(option: Option, num_rows: int) -> bool:
     for name, gemm in ((option.fprop, Gemm.FPROP), (option.wgrad, Gemm.WGRAD)):
         fmt = get_format(name)
         tile_rows, _ = operand_block(fmt, Operand.INPUT, gemm)
-        if fmt.quantized and (needs_tensor_amax(fmt) or num_rows % tile_rows):
+        if fmt.quantized and (fmt.needs_tensor_number or num_rows % tile_rows):
             return False
     return True
 

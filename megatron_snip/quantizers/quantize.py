@@ -65,11 +65,6 @@ def operand_format(fmt: Format, operand: Operand) -> Format:
     return replace(fmt, element=element, grad_element=None)
 
 
-def needs_tensor_amax(fmt: Format) -> bool:
-    """Return whether a number of the entire tensor, its largest magnitude, must be known first."""
-    return fmt.needs_tensor_number
-
-
 def rotated(x: Tensor, fmt: Format, gemm: Gemm) -> Tensor:
     """Return the [tokens, cols] that `gemm` quantizes: x, or its Hadamard transform (FP32).
 
@@ -125,24 +120,24 @@ def quantize_dequantize(
     block: Block,
     *,
     stream: StochasticStream | None = None,
-    tensor_amax: Tensor | None = None,
+    tensor_number: Tensor | None = None,
     scales: tuple[Tensor, Tensor] | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> Tensor:
     """Return a matrix quantized and dequantized; `reference.quantize_dequantize` has the contract.
 
-    Differences: `stream` instead of `bits16`, None for `tensor_amax` takes x's own, and kernels
+    Differences: `stream` instead of `bits16`, None for `tensor_number` takes x's own, and kernels
     quantize where they can run. They compute the scales themselves.
     """
     reference.check(x, fmt, block)
-    amax = reference.tensor_amax_of(x, tensor_amax, fmt)
+    number = reference.tensor_number_of(x, tensor_number, fmt)
     if not launch.use_kernels(x.device, block):
         bits16 = None if stream is None else stream.bits16(x.shape[0], x.shape[1], x.device)
         return reference.quantize_dequantize(
-            x, fmt, block, bits16=bits16, tensor_amax=amax, scales=scales, dtype=dtype
+            x, fmt, block, bits16=bits16, tensor_number=number, scales=scales, dtype=dtype
         )
     random = philox_arguments(stream, x.shape[1])
-    (out,) = launch.quantize_dequantize(x, (fmt, block, random), dtype=dtype, tensor_amax=amax)
+    (out,) = launch.quantize_dequantize(x, (fmt, block, random), dtype=dtype, tensor_number=number)
     return out
 
 
@@ -153,7 +148,7 @@ def quantize_dequantize_operand(
     gemm: Gemm,
     *,
     stream: StochasticStream | None = None,
-    tensor_amax: Tensor | None = None,
+    tensor_number: Tensor | None = None,
     scales: tuple[Tensor, Tensor] | None = None,
     dtype: torch.dtype | None = None,
 ) -> Tensor:
@@ -165,8 +160,8 @@ def quantize_dequantize_operand(
         operand: what x is.
         gemm: what it enters.
         stream: the tensor's random numbers, needed for stochastic rounding.
-        tensor_amax: FP32 scalar, see `needs_tensor_amax`; None takes x's own. A delayed format
-            takes its scale here.
+        tensor_number: FP32 scalar, needed where `Format.needs_tensor_number`: the tensor's largest
+            magnitude, or for delayed scaling its scale. None takes x's own largest magnitude.
         scales: scales of the tiles, if the caller has them; see `reference.quantize_dequantize`.
         dtype: dtype of a quantized result; None is x's own.
 
@@ -186,7 +181,7 @@ def quantize_dequantize_operand(
         fmt,
         operand_block(fmt, operand, gemm),
         stream=_stream_of(fmt, operand, gemm, stream),
-        tensor_amax=tensor_amax,
+        tensor_number=tensor_number,
         scales=scales,
         dtype=dtype or x.dtype,
     )
@@ -238,7 +233,7 @@ def quantize_dequantize_pair(
             (row, row_block, row_random),
             (col, col_block, col_random),
             dtype=dtype or x.dtype,
-            tensor_amax=reference.tensor_amax_of(x, None, row, col),
+            tensor_number=reference.tensor_number_of(x, None, row, col),
         )
         return for_first.view(x.shape), for_wgrad.view(x.shape)
 

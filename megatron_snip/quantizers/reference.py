@@ -9,8 +9,8 @@ dimension may be short.
 The matrix is processed in pieces of complete tiles that fit into a cache. The order of work and
 the shape of pieces change no bit.
 
-SCALES. With `amax` the largest |x| of a tile and `max` the element type's largest value, all in
-FP32, each `/` one correctly rounded division:
+SCALES. With `amax` the largest |x| of a tile, `tensor_amax` that of the tensor and `max` the
+element type's largest value, all in FP32, each `/` one correctly rounded division:
 
     amax'  = max(amax, 2^-100), NaN where the tile holds NaN or Inf; E5M2 has 2^-94 for 2^-100
     FP32   encode = max / amax'                      decode = amax' / max
@@ -91,7 +91,7 @@ def quantize_dequantize(
     block: Block,
     *,
     bits16: Tensor | None = None,
-    tensor_amax: Tensor | None = None,
+    tensor_number: Tensor | None = None,
     scales: tuple[Tensor, Tensor] | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> Tensor:
@@ -103,8 +103,9 @@ def quantize_dequantize(
         block: (rows, cols) of a tile.
         bits16: x's shape, int16, uniform over all 65536 values: round stochastically with these
             numbers (`StochasticStream.bits16`); None rounds to nearest even.
-        tensor_amax: FP32 scalar, needed where a scale is the tensor's: its largest magnitude, of
-            all ranks that share the scale; for delayed scaling the scale itself.
+        tensor_number: FP32 scalar, needed where `fmt.needs_tensor_number`. It is the largest
+            magnitude of the tensor, over all ranks that share the scale. For delayed scaling it is
+            the scale itself.
         scales: what `tile_scales` returns for `tile_amaxes` of x, if the caller has it.
         dtype: dtype of the result: FP32 (exact up to one rounding of q * scale) or BF16 (rounded a
             second time, to nearest even).
@@ -132,7 +133,7 @@ def quantize_dequantize(
                 source = y.copy_(source)
             if scales is None:
                 magnitude = torch.abs(source, out=scratch.view(torch.float32))
-                encode, decode = tile_scales(_tile_amax(magnitude), fmt, tensor_amax)
+                encode, decode = tile_scales(_tile_amax(magnitude), fmt, tensor_number)
             else:
                 at = _tile_indices(rows, block[0]), slice(None), _tile_indices(cols, block[1])
                 encode, decode = (scale[at] for scale in scales)
@@ -224,14 +225,14 @@ def _tile_amax(magnitude: Tensor) -> Tensor:
 
 
 def tile_scales(
-    amax: Tensor, fmt: Format, tensor_amax: Tensor | None = None
+    amax: Tensor, fmt: Format, tensor_number: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """Return (encode, decode): multiply by the first to quantize, by the second to dequantize.
 
     Args:
         amax: contiguous, FP32, non-negative or NaN; the largest magnitude of each tile.
         fmt: a quantized format.
-        tensor_amax: FP32 scalar, see `quantize_dequantize`.
+        tensor_number: FP32 scalar, see `quantize_dequantize`.
 
     Returns:
         FP32 of amax's shape, both.
@@ -239,20 +240,20 @@ def tile_scales(
     assert fmt.element is not None
     largest = fmt.element.max_value
     if fmt.has_tensor_scale:
-        assert tensor_amax is not None
-        is_given = fmt.scale is ScaleType.DELAYED  # then `tensor_amax` is the scale
-        encode = tensor_amax if is_given else tensor_scale(tensor_amax, fmt.element)
+        assert tensor_number is not None
+        is_given = fmt.scale is ScaleType.DELAYED
+        encode = tensor_number if is_given else tensor_scale(tensor_number, fmt.element)
         return encode.expand_as(amax), _divide_into(1.0, encode).expand_as(amax)
     if fmt.scale is ScaleType.E4M3:
-        assert tensor_amax is not None
-        tensor = _divide(_floor(tensor_amax, fmt.element), E4M3.max_value * largest)
+        assert tensor_number is not None
+        tensor = _divide(_floor(tensor_number, fmt.element), E4M3.max_value * largest)
         ratio = _divide(_poison(amax), largest) / tensor
         stored = ratio.clamp_(2.0**E4M3.min_exponent, E4M3.max_value)
         round_in_place(stored, E4M3, torch.empty_like(stored, dtype=torch.int32))
         return _divide_into(1.0, tensor) / stored, stored * tensor
     if fmt.scale is ScaleType.E4M3_TE:
-        assert tensor_amax is not None
-        top = _floor(tensor_amax, fmt.element)
+        assert tensor_number is not None
+        top = _floor(tensor_number, fmt.element)
         tensor = _divide_into(E4M3.max_value * largest, top)
         stored = (_poison(amax) * (tensor * (1.0 / largest))).clamp_max_(E4M3.max_value)
         round_in_place(stored, E4M3, torch.empty_like(stored, dtype=torch.int32))
@@ -271,8 +272,8 @@ def tile_scales(
     return _divide_into(largest, floored), decode
 
 
-def tensor_amax_of(x: Tensor, given: Tensor | None, *formats: Format) -> Tensor | None:
-    """Return the FP32 scalar that a tensor's scale needs: `given`, or x's own; None for others."""
+def tensor_number_of(x: Tensor, given: Tensor | None, *formats: Format) -> Tensor | None:
+    """Return x's `tensor_number`: `given`, or its largest magnitude; None if none is needed."""
     if not any(fmt.needs_tensor_number for fmt in formats):
         return None
     if given is None:

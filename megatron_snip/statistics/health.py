@@ -85,12 +85,14 @@ class HealthSums:
         self._zeroed: list[Tensor] = []
         self._saturated: list[Tensor | None] = []
 
-    def scales(self, x: Tensor, tiles: Tiles, tensor_amax: Tensor | None) -> tuple[Tensor, Tensor]:
+    def scales(
+        self, x: Tensor, tiles: Tiles, tensor_number: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
         """Return what `tile_scales` returns for an operand x [rows, cols]."""
         key = tiles.operand, tiles.block
         if key not in self._amaxes:
             self._amaxes[key] = tile_amaxes(x, tiles.block)
-        return tile_scales(self._amaxes[key], tiles.fmt, tensor_amax)
+        return tile_scales(self._amaxes[key], tiles.fmt, tensor_number)
 
     def count(self, x: Tensor, quantized: Tensor, tiles: Tiles, scale: Tensor) -> None:
         """Count elements that become zero or saturate, and tiles by their scale.

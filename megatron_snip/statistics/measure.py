@@ -45,7 +45,7 @@ _HEALTH_ERRORS = ("input_error", "weight_error", "grad_error_in_dgrad")
 without a GEMM in its name, which is also the name of a column in files."""
 
 
-class TensorAmaxes(NamedTuple):
+class TensorNumbers(NamedTuple):
     """What scales of entire tensors are made from: FP32 [3] each, of X, W and G in this order.
 
     Attributes:
@@ -60,10 +60,7 @@ class TensorAmaxes(NamedTuple):
     delayed: Tensor | None = None
 
     def of(self, fmt: Format, operand: Operand, gemm: Gemm) -> Tensor:
-        """Return what `quantize_dequantize_operand` takes as `tensor_amax`.
-
-        It is an amax. For a format with delayed scaling it is the scale, despite the name.
-        """
+        """Return the `tensor_number` of an operand: an amax, or for delayed scaling a scale."""
         index = list(Operand).index(operand)
         if fmt.scale is ScaleType.DELAYED:
             if self.delayed is not None:
@@ -82,10 +79,10 @@ class Operands(NamedTuple):
         input: X [S, K], single tokens.
         weight: W [N, K].
         grad_output: G [S, N], the same tokens.
-        input_tiles: X [R, K] of R other tokens, which are complete tiles of wgrad.
+        input_tiles: X [R, K], the tokens of complete tiles of wgrad.
         grad_output_tiles: G [R, N / stride], the same tokens, every `stride`-th output feature.
-        amaxes: largest magnitudes of all of X, W and G; None where no format has a scale per
-            tensor.
+        tensor_numbers: what scales of entire tensors are made from; None where no format has such a
+            scale.
     """
 
     input: Tensor
@@ -93,7 +90,7 @@ class Operands(NamedTuple):
     grad_output: Tensor
     input_tiles: Tensor
     grad_output_tiles: Tensor
-    amaxes: TensorAmaxes | None = None
+    tensor_numbers: TensorNumbers | None = None
 
     def of(self, operand: Operand, gemm: Gemm) -> Tensor:
         """Return what enters `gemm`."""
@@ -113,9 +110,10 @@ class Operands(NamedTuple):
             grad_output_tiles=self.grad_output_tiles.float(),
         )
 
-    def tensor_amax(self, fmt: Format, operand: Operand, gemm: Gemm) -> Tensor | None:
-        """Return what a scale per tensor is made from (`TensorAmaxes.of`), if it is known."""
-        return None if self.amaxes is None else self.amaxes.of(fmt, operand, gemm)
+    def tensor_number(self, fmt: Format, operand: Operand, gemm: Gemm) -> Tensor | None:
+        """Return what a scale per tensor is made from (`TensorNumbers.of`), if it is known."""
+        numbers = self.tensor_numbers
+        return None if numbers is None else numbers.of(fmt, operand, gemm)
 
 
 class PartialSums(NamedTuple):
@@ -370,7 +368,7 @@ def _quantized_and_counted(
     """Return what `_quantized` returns; `health` counts what became of the operand."""
     x = operands.of(operand, gemm)
     tiles = Tiles(operand, operand_format(fmt, operand), operand_block(fmt, operand, gemm))
-    scales = health.scales(x, tiles, operands.tensor_amax(fmt, operand, gemm))
+    scales = health.scales(x, tiles, operands.tensor_number(fmt, operand, gemm))
     quantized = _quantized(operands, fmt, operand, gemm, stream=stream, scales=scales)
     health.count(x, quantized, tiles, scales[1])
     return quantized
@@ -391,7 +389,7 @@ def _quantized(
         operand,
         gemm,
         stream=stream,
-        tensor_amax=operands.tensor_amax(fmt, operand, gemm),
+        tensor_number=operands.tensor_number(fmt, operand, gemm),
         scales=scales,
         dtype=torch.float32,
     )

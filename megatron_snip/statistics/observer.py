@@ -28,14 +28,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_snip.collectives import sum_over
-from megatron_snip.quantizers.quantize import needs_tensor_amax, rotated_amax
+from megatron_snip.quantizers.quantize import rotated_amax
 from megatron_snip.quantizers.reference import amax_of
 from megatron_snip.quantizers.stochastic import grad_output_stream
 from megatron_snip.statistics.health_table import HealthTable
 from megatron_snip.statistics.measure import (
     Operands,
     PartialSums,
-    TensorAmaxes,
+    TensorNumbers,
     partial_sums,
     totals,
 )
@@ -125,10 +125,10 @@ class StepObserver:
         self._sensitivities = sensitivities
         self._rows_by_sender = rows_by_sender
         self._layout = RowLayout(settings.formats)
-        self._needs_amax = any(map(needs_tensor_amax, settings.formats.values()))
+        self._needs_numbers = any(fmt.needs_tensor_number for fmt in settings.formats.values())
         # All formats that rotate operands do it alike, so one amax of a rotated operand is enough.
-        rotating = [f for f in settings.formats.values() if f.wgrad_hadamard]
-        self._rotation = next(filter(needs_tensor_amax, rotating), None)
+        rotating = [fmt for fmt in settings.formats.values() if fmt.wgrad_hadamard]
+        self._rotation = next((fmt for fmt in rotating if fmt.needs_tensor_number), None)
         self._num_forwards: dict[Placement, int] = defaultdict(int)
         self._own = RankSums()
         self._updates_added: set[Placement] = set()
@@ -255,7 +255,7 @@ class StepObserver:
     def _keep(self, call: _Call, sample: Sample, x: Tensor) -> None:
         """Put the sampled rows of X [tokens, K] into the sample."""
         prepare = call.prepare_input
-        if self._needs_amax:
+        if self._needs_numbers:
             # The amax is of all tokens, so all are prepared, and not the sampled rows alone.
             if prepare is not None:
                 x = prepare(x)
@@ -282,7 +282,7 @@ class StepObserver:
         if weight is None:
             weight = grad.new_zeros((grad.shape[-1], call.num_inputs))
         x, g = self._sampled_rows(call, sample, weight, grad)
-        amaxes = self._tensor_amaxes(call, sample, weight, grad)
+        numbers = self._tensor_numbers(call, sample, weight, grad)
         stream = grad_output_stream(settings.seed, placement, settings.iteration, sample.microbatch)
         features = self._try(
             placement, partial(sampled_features, stream, weight.shape[0], sample.first_feature)
@@ -295,7 +295,7 @@ class StepObserver:
             grad_output=g[:single],
             input_tiles=x[single:],
             grad_output_tiles=g[single:, features],
-            amaxes=amaxes,
+            tensor_numbers=numbers,
         )
         measure = partial(
             partial_sums,
@@ -415,9 +415,9 @@ class StepObserver:
         self._updates_added.add(placement)
         return known
 
-    def _tensor_amaxes(
+    def _tensor_numbers(
         self, call: _Call, sample: Sample, weight: Tensor, grad: Tensor
-    ) -> TensorAmaxes | None:
+    ) -> TensorNumbers | None:
         """All ranks of the tensor axis: return what scales of entire tensors are made from.
 
         None if no format has such a scale.
@@ -426,10 +426,10 @@ class StepObserver:
         gathers it quantized. A shard of the features has a scale of its own. Both are so in
         Transformer Engine (`with_amax_reduction`) and in simulated linears.
         """
-        if not self._needs_amax:
+        if not self._needs_numbers:
             return None
 
-        def find() -> TensorAmaxes:
+        def find() -> TensorNumbers:
             assert sample.input_amax is not None, "stored in the forward"
             weight_amax = amax_of(weight)
             amax = torch.stack([sample.input_amax, weight_amax, amax_of(grad)])
@@ -442,12 +442,12 @@ class StepObserver:
             if call.delayed_scales is not None:
                 assert sample.forward_scales is not None, "stored in the forward"
                 delayed = torch.cat([sample.forward_scales, call.delayed_scales()[2:]])
-            return TensorAmaxes(amax, rotated, delayed)
+            return TensorNumbers(amax, rotated, delayed)
 
         found = self._try(call.placement, find)
         if found is None:
             zeros = weight.new_zeros(len(Operand), dtype=torch.float32)
-            found = TensorAmaxes(zeros, zeros)
+            found = TensorNumbers(zeros, zeros)
         is_split = (call.input_is_split, False, call.output_is_split)  # X, W and G
         if call.token_axis.group is None or not any(is_split):
             return found

@@ -92,7 +92,7 @@ def test_a_tile_with_nan_or_inf_becomes_nan_and_no_other(bad):
         assert torch.equal(out.isnan(), wanted)
     # under a tensor scale it is the entire tensor, unless the amax of finite shards is given
     assert quantize_dequantize(x, NVFP4, (1, 16)).isnan().all()
-    given = quantize_dequantize(x, NVFP4, (1, 16), tensor_amax=torch.tensor(5.0))
+    given = quantize_dequantize(x, NVFP4, (1, 16), tensor_number=torch.tensor(5.0))
     assert given.isnan().sum() == 16 + 12
 
 
