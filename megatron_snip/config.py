@@ -64,7 +64,7 @@ class Alert(NamedTuple):
 
 
 PipelineBalance = Literal["none", "stage", "bottleneck"]
-CostName = Literal["flops", "time"]
+EfficiencyMeasure = Literal["flops", "time"]
 
 AUTO = "auto"
 SIMULATED_FORMATS = ("fp8", "fp4")
@@ -153,7 +153,7 @@ class PlanFields(Section):
     """Smallest share of the linears' FLOPs in the lowest precision among the formats, 0 to 1. If no
     option has all GEMMs in it, the default is 0.75 of the largest share that the options have."""
 
-    cost: CostName = "flops"
+    cost: EfficiencyMeasure = "flops"
     """What the target counts: `flops`, or `time`: 0.75 then asks for 75 % of the seconds that the
     fastest options would save against BF16. With `time` every linear may use BF16, and none gets an
     option that is not faster. --snip-collect-only makes no plans and ignores it."""

@@ -16,7 +16,7 @@ from pydantic import ValidationError
 from rich.table import Table
 
 from megatron_snip.cli.common import integer, new_table, write_output
-from megatron_snip.config import CostName, PipelineBalance
+from megatron_snip.config import EfficiencyMeasure, PipelineBalance
 from megatron_snip.errors import InfeasiblePlanError, UsageError, naming_field
 from megatron_snip.files import first_problem
 from megatron_snip.flags import flag_name
@@ -66,7 +66,7 @@ def add_planning_flags(parser: argparse.ArgumentParser) -> None:
         text = f"fix the option of each block's {which} N layers"
         add(f"--{which}-layers", metavar="N=OPTION", type=_edge, help=text)
     text = "what efficiency counts: FLOPs in the lowest precision, or seconds saved [flops]"
-    add("--cost", choices=get_args(CostName), help=text)
+    add("--cost", choices=get_args(EfficiencyMeasure), help=text)
     text = "seconds for --cost time, from 'megatron-snip calibrate'"
     add("--calibration", metavar="TABLE.json", type=Path, help=text)
     add = parser.add_argument_group("solver").add_argument
@@ -176,7 +176,7 @@ def _edge(text: str) -> tuple[int, str]:
     return integer(count, least=0), option
 
 
-def _print_summary(plan: PrecisionPlan, problem: PlanningProblem, cost: CostName) -> None:
+def _print_summary(plan: PrecisionPlan, problem: PlanningProblem, cost: EfficiencyMeasure) -> None:
     out = console()
     out.print(
         "quality loss: predicted harm of the option. saving: share of the linear's FLOPs in "

@@ -10,8 +10,9 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
+from megatron_snip.config import EfficiencyMeasure
 from megatron_snip.options import BF16
-from megatron_snip.planning.cost import TOLERANCE
+from megatron_snip.planning.option_table import TOLERANCE
 from megatron_snip.planning.plan import PrecisionPlan, assignment_digest
 from megatron_snip.planning.problem import (
     LinearChoices,
@@ -27,18 +28,18 @@ _UNLISTED_BF16 = OptionCost(quality_loss=0.0, saving=0.0)
 
 
 class _Numbers(NamedTuple):
-    """One linear under the plan, as numbers of `planning/cost.py`.
+    """One linear under the plan, as numbers of `planning/option_table.py`.
 
     Attributes:
         loss: Quality loss of the plan's option; None if the option is forbidden.
-        weight: Largest possible gain of the linear.
+        max_gain: Largest possible gain of the linear.
         gain: Gain of the plan's option.
         time: Time of the plan's option.
         least_time: Least time that pins and forbidden options allow.
     """
 
     loss: float | None
-    weight: float
+    max_gain: float
     gain: float
     time: float
     least_time: float
@@ -68,7 +69,7 @@ def find_violations(
         costs = {parse_option(text): cost for text, cost in linear.options.items()}
         pins = [(glob, wanted) for glob, wanted in settings.pins if glob_matches(name, glob)]
 
-        # bf16 changes nothing, and so pins and some policies may use it unlisted.
+        # bf16 has no quantization error, and so pins and some policies may use it unlisted.
         may_be_unlisted = option == BF16 and (len(pins) > 0 or not heeds_target)
         if option not in costs and not may_be_unlisted:
             faults.append(f"'{name}' has no option '{option}'")
@@ -107,7 +108,7 @@ def find_violations(
 
 
 def _numbers(
-    linear: LinearChoices, own: OptionCost, usable: Sequence[OptionCost], cost_model: str
+    linear: LinearChoices, own: OptionCost, usable: Sequence[OptionCost], measure: EfficiencyMeasure
 ) -> _Numbers:
     """Return the numbers of one linear.
 
@@ -115,22 +116,22 @@ def _numbers(
         linear: The linear and all of its options.
         own: The option that the plan gives to it.
         usable: The options that it could have.
-        cost_model: `flops` or `time`.
+        measure: What the target counts.
     """
-    if cost_model == "flops":
+    if measure == "flops":
         time = linear.flops * (1 - own.saving / 2)
         usable_times = [linear.flops * (1 - cost.saving / 2) for cost in usable]
-        weight = linear.flops
+        max_gain = linear.flops
         gain = linear.flops * own.saving
     else:
         time = own.seconds or 0.0
         usable_times = [cost.seconds or 0.0 for cost in usable]
         all_times = [cost.seconds or 0.0 for cost in linear.options.values()]
-        weight = max(all_times) - min(all_times)
+        max_gain = max(all_times) - min(all_times)
         gain = max(all_times) - time
     return _Numbers(
         loss=own.quality_loss,
-        weight=weight,
+        max_gain=max_gain,
         gain=gain,
         time=time,
         least_time=min(usable_times),
@@ -182,7 +183,7 @@ def _check_slowest_stage(stages: Sequence[Sequence[_Numbers]]) -> Iterator[str]:
 
 
 def _efficiency(members: Sequence[_Numbers]) -> float:
-    weight = math.fsum(each.weight for each in members)
-    if weight == 0.0:
+    max_gain = math.fsum(each.max_gain for each in members)
+    if max_gain == 0.0:
         return 1.0
-    return math.fsum(each.gain for each in members) / weight
+    return math.fsum(each.gain for each in members) / max_gain

@@ -3,7 +3,7 @@
 Every constraint has a label, so that an infeasible problem is reported with constraints that
 conflict. A deletion filter finds them: each label is dropped in turn, and stays dropped if the
 rest is still infeasible. Feasibility is exact and needs no solver: it is checked with every linear
-at its largest gain (`cost.py` defines gains).
+at its largest gain (`option_table.py` defines gains).
 """
 
 import math
@@ -17,13 +17,13 @@ import numpy as np
 
 from megatron_snip.config import PipelineBalance
 from megatron_snip.errors import InfeasiblePlanError, UsageError, listing
-from megatron_snip.planning.cost import (
+from megatron_snip.planning.option_table import (
     NOISE,
-    CostTable,
     Floats,
     IntegerGains,
     Ints,
     Mask,
+    OptionTable,
     as_fraction,
 )
 from megatron_snip.planning.problem import parse_option
@@ -34,7 +34,7 @@ FORBIDDEN = "forbidden options"
 """Label of the constraint that forbids options whose quality loss is null."""
 
 
-class Floors(NamedTuple):
+class IntegerFloors(NamedTuple):
     """Least sums of integer gains: one sum over all linears, or one sum for each stage.
 
     Attributes:
@@ -54,7 +54,7 @@ class Floors(NamedTuple):
     def missing(self, columns: Ints, rows: Ints | slice = slice(None)) -> Ints:
         """Return what each sum lacks under an assignment ([n] columns), where only `rows` count."""
         sums = np.bincount(self.group[rows], self.gains_of(columns)[rows], len(self.least))
-        return self.least - sums.astype(np.int64)  # exact: see `cost.MAX_SUM`
+        return self.least - sums.astype(np.int64)  # exact: see `option_table.MAX_SUM`
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,14 +72,14 @@ class Task:
         overall_floor: The least gain of all linears, exact; None if there is no such floor.
     """
 
-    table: CostTable
+    table: OptionTable
     cost: Floats
     allowed: Mask
     stage_floors: tuple[Fraction, ...] | None
     overall_floor: Fraction | None
 
     @cached_property
-    def gain_floors(self) -> tuple[Floors, ...]:
+    def integer_floors(self) -> tuple[IntegerFloors, ...]:
         """All floors in the solver's integers: those of the stages (if any), then the overall."""
         table = self.table
         in_one_group = np.zeros_like(table.stage)
@@ -94,7 +94,7 @@ class Task:
         """Whether an assignment ([n] columns) satisfies the task (in the solver's integers)."""
         if np.any(columns < 0) or not self.allowed[self.table.rows, columns].all():
             return False
-        return all((floors.missing(columns) <= 0).all() for floors in self.gain_floors)
+        return all((floors.missing(columns) <= 0).all() for floors in self.integer_floors)
 
     def cost_of(self, columns: Ints) -> float:
         """Return the cost of an assignment, correctly rounded."""
@@ -115,7 +115,7 @@ class Constraints:
             linears that the constraint leaves free.
     """
 
-    table: CostTable
+    table: OptionTable
     cost: Floats
     target: float
     balance: PipelineBalance
@@ -145,9 +145,9 @@ class Constraints:
             if label not in on:
                 continue
             if stage is None:
-                overall_floor = share * self.table.weight
+                overall_floor = share * self.table.max_gain
             else:
-                stage_floors[stage] = share * self.table.stage_weights[stage]
+                stage_floors[stage] = share * self.table.stage_max_gains[stage]
         return Task(
             table=self.table,
             cost=self.cost,
@@ -264,7 +264,7 @@ def _cheapest_of_most(task: Task, values: Ints) -> Ints:
 
 
 def make_constraints(
-    table: CostTable, settings: PlanSettings, target: float, previous: Ints | None
+    table: OptionTable, settings: PlanSettings, target: float, previous: Ints | None
 ) -> Constraints:
     """Turn settings into named constraints and costs.
 
@@ -286,7 +286,7 @@ def make_constraints(
     )
 
 
-def changes(table: CostTable, previous: Ints | None) -> Floats:
+def changes(table: OptionTable, previous: Ints | None) -> Floats:
     """Return [n, k], 1 where a column differs from an available option of the previous plan."""
     if previous is None:
         return np.zeros(table.losses.shape)
@@ -296,14 +296,14 @@ def changes(table: CostTable, previous: Ints | None) -> Floats:
     return changed
 
 
-def _integer_floors(gains: IntegerGains, group: Ints, floors: Sequence[Fraction]) -> Floors:
+def _integer_floors(gains: IntegerGains, group: Ints, floors: Sequence[Fraction]) -> IntegerFloors:
     # Gains are never negative. A floor far below 0 would not fit the solver's integers.
     pairs = zip(floors, gains.units, strict=True)
     least = [max(0, math.ceil(floor / unit)) for floor, unit in pairs]
-    return Floors(gains.coefficients, group, np.array(least))
+    return IntegerFloors(gains.coefficients, group, np.array(least))
 
 
-def _pin(table: CostTable, glob: str, option: str) -> tuple[str, Ints]:
+def _pin(table: OptionTable, glob: str, option: str) -> tuple[str, Ints]:
     label = f"pin {glob}={option}"
     matching = np.array([glob_matches(name, glob) for name in table.names])
     if not matching.any():
@@ -313,7 +313,7 @@ def _pin(table: CostTable, glob: str, option: str) -> tuple[str, Ints]:
     return label, fixed_columns(table, label, matching, option)
 
 
-def fixed_columns(table: CostTable, label: str, rows: Mask, option: str) -> Ints:
+def fixed_columns(table: OptionTable, label: str, rows: Mask, option: str) -> Ints:
     """Fix rows ([n] mask) to an option, for `Constraints.fixed`.
 
     Raises:

@@ -10,7 +10,7 @@ group g that take option j:
 Most groups hold one linear, and x is Boolean there. Counting equal linears removes the symmetry
 that would keep the solver from proving an optimum among ties.
 
-CP-SAT works with integers. Rows have integers already (`cost.py`); costs are scaled here:
+CP-SAT works with integers. Rows have integers already (`option_table.py`); costs are scaled here:
 
     cost is replaced by round((cost - least cost of its linear) / u)
     u = (sum over linears of greatest - least cost) / 2^48
@@ -25,7 +25,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron_snip.planning.cost import Floats, Ints, as_fraction, choose_unit
+from megatron_snip.planning.option_table import Floats, Ints, as_fraction, choose_unit
 from megatron_snip.planning.settings import PlanSettings
 
 _COST_SUM = 2**48

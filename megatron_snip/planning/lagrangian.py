@@ -1,7 +1,7 @@
 """A task's choice set, and its Lagrangian dual: a bound and assignments close to the optimum.
 
-A choice set holds no dominated choice: one that another choice of the linear replaces without more
-cost or less gain. Its constraints are sums of integers that must reach a threshold.
+A choice is dominated if another choice of the same linear costs no more and gains no less. A choice
+set has no dominated choices. Its constraints are sums of integers that must reach a threshold.
 
 With a price on every gain the linears are independent, and each takes its cheapest choice:
 
@@ -15,8 +15,10 @@ envelope of lines (one per assignment). The crossing of a line from below the fl
 above is the next price, until no line is lower at the crossing. This ends after finitely many steps
 (about ten), exactly at the maximum:
 
-    stages    price_p alone meets stage_floor_p; all stages at once: they are independent
-    overall   lambda_0; a stage's price is max(lambda_0, its own), because prices add up
+    stages    with lambda_0 = 0 each stage has a price of its own, own_p, that meets
+              stage_floor_p. All are found at once, because the stages are independent
+    overall   lambda_0. The best lambda_p is then max(0, own_p - lambda_0), so that the price of a
+              stage is max(lambda_0, own_p)
 
 Numbers are doubles; the bound has an allowance for rounding errors and is safe.
 """
@@ -28,8 +30,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from megatron_snip.planning.constraints import Floors, Task
-from megatron_snip.planning.cost import Floats, Ints, Mask
+from megatron_snip.planning.constraints import IntegerFloors, Task
+from megatron_snip.planning.option_table import Floats, Ints, Mask
 
 _MAX_SECANTS = 200
 _ROUNDING = 16 * np.finfo(np.float64).eps
@@ -46,7 +48,8 @@ class ChoiceSet:
         stage: The stage of each linear, [m].
         stage_floors: The least gain of each stage in units of `gain`, [p]; -inf without one.
         overall_floor: The least gain of all linears in units of `gain`; -inf without one.
-        gain_floors: The same floors in integers: those of the stages (if any), then the overall.
+        integer_floors: The same floors in the solver's integers: those of the stages (if any), then
+            the overall one.
     """
 
     linears: Ints
@@ -55,7 +58,7 @@ class ChoiceSet:
     stage: Ints
     stage_floors: Floats
     overall_floor: float
-    gain_floors: tuple[Floors, ...]
+    integer_floors: tuple[IntegerFloors, ...]
 
     @cached_property
     def rows(self) -> Ints:
@@ -70,7 +73,7 @@ class ChoiceSet:
         """Whether an assignment uses no dropped choice and satisfies every constraint."""
         if not np.isfinite(self.cost[self.rows, columns]).all():
             return False
-        return all((floors.missing(columns) <= 0).all() for floors in self.gain_floors)
+        return all((floors.missing(columns) <= 0).all() for floors in self.integer_floors)
 
     def without_dropped(self, columns: Ints) -> Ints:
         """Replace dropped choices by the cheapest ones with as much gain.
@@ -79,7 +82,7 @@ class ChoiceSet:
         """
         dropped = ~np.isfinite(self.cost[self.rows, columns])
         suits = np.isfinite(self.cost)
-        for floors in self.gain_floors:
+        for floors in self.integer_floors:
             suits &= floors.gains >= floors.gains_of(columns)[:, None]
         best: Ints = np.where(suits, self.cost, np.inf).argmin(axis=1)
         return np.where(dropped, best, columns)
@@ -89,12 +92,12 @@ def make_choices(task: Task) -> list[ChoiceSet]:
     """Return the choice sets of a task: one a stage where only the stages have floors."""
     table = task.table
     cost = np.where(task.allowed & ~_dominated(task), task.cost, np.inf)
-    overall = task.gain_floors[-1]
+    overall = task.integer_floors[-1]
     stage_floors = np.full(table.problem.num_stages, -math.inf)
     if task.stage_floors is None:
         gain = overall.gains.astype(np.float64)
     else:
-        stages = task.gain_floors[0]
+        stages = task.integer_floors[0]
         if task.overall_floor is None or sum(task.stage_floors) >= task.overall_floor:
             # The stages' floors imply the overall one, so the stages are independent.
             return [
@@ -117,7 +120,7 @@ def make_choices(task: Task) -> list[ChoiceSet]:
             stage=table.stage,
             stage_floors=stage_floors,
             overall_floor=float(overall.least[0]),
-            gain_floors=task.gain_floors,
+            integer_floors=task.integer_floors,
         )
     ]
 
@@ -132,7 +135,7 @@ def _stage_choices(linears: Ints, cost: Floats, gains: Ints, least: Ints) -> Cho
         stage=stage,
         stage_floors=np.array([-math.inf]),
         overall_floor=float(least[0]),
-        gain_floors=(Floors(gains, stage, least),),
+        integer_floors=(IntegerFloors(gains, stage, least),),
     )
 
 
@@ -141,7 +144,7 @@ def _dominated(task: Task) -> Mask:
     worst = np.iinfo(np.int64).min
     # In each criterion a larger value is better.
     criteria = [-np.where(task.allowed, task.cost, np.inf)]
-    criteria += [np.where(task.allowed, floors.gains, worst) for floors in task.gain_floors]
+    criteria += [np.where(task.allowed, floors.gains, worst) for floors in task.integer_floors]
     dominated = np.zeros(task.allowed.shape, dtype=np.bool_)
     for j in range(task.allowed.shape[1]):
         as_good = np.ones_like(dominated)
@@ -177,7 +180,7 @@ class _Point(NamedTuple):
 
     Attributes:
         overall_price: lambda_0.
-        stage_prices: lambda_p of each stage, [p], which comes on top of lambda_0.
+        extra_prices: lambda_p of each stage, [p], which comes on top of lambda_0.
         cost: Cost of the solution.
         gain: Gain of the solution.
         below: The assignment with too little gain, [m].
@@ -185,7 +188,7 @@ class _Point(NamedTuple):
     """
 
     overall_price: float
-    stage_prices: Floats
+    extra_prices: Floats
     cost: float
     gain: float
     below: Ints
@@ -208,14 +211,14 @@ class _Stages(NamedTuple):
     """Every stage at the price that meets its own floor.
 
     Attributes:
-        price: Price of each stage, [p].
+        own_price: own_p, the price of each stage where lambda_0 is 0, [p].
         cost: Cost of each stage's solution, [p].
         gain: Gain of each stage's solution, [p].
         below: The assignment below the floors, [m].
         above: The assignment above the floors, [m].
     """
 
-    price: Floats
+    own_price: Floats
     cost: Floats
     gain: Floats
     below: Ints
@@ -228,14 +231,14 @@ def maximize(choices: ChoiceSet) -> Dual:
     Args:
         choices: The choice set of a feasible task.
     """
-    point = _overall_price(choices)
-    price = (point.overall_price + point.stage_prices)[choices.stage]
+    point = _solve_overall(choices)
+    price = (point.overall_price + point.extra_prices)[choices.stage]
     paid = price[:, None] * choices.gain
     value = choices.cost - paid
     best = value.min(axis=1)
 
     terms = list(best)
-    for lambda_p, floor in zip(point.stage_prices, choices.stage_floors, strict=True):
+    for lambda_p, floor in zip(point.extra_prices, choices.stage_floors, strict=True):
         if lambda_p > 0:  # the floor is finite then
             terms.append(lambda_p * floor)
     if point.overall_price > 0:
@@ -275,7 +278,7 @@ def _sums(choices: ChoiceSet, columns: Ints) -> _Sums:
     return _Sums(by_stage(choices.cost), by_stage(choices.gain))
 
 
-def _stage_prices(choices: ChoiceSet) -> _Stages:
+def _solve_stages(choices: ChoiceSet) -> _Stages:
     """Return every stage at the price that meets its own floor, found by secants.
 
     `low` and `high` are assignments with too little and with enough gain. As lines over the price,
@@ -317,9 +320,9 @@ def _stage_prices(choices: ChoiceSet) -> _Stages:
     return _Stages(price, cost, gain, below, above)
 
 
-def _overall_price(choices: ChoiceSet) -> _Point:
+def _solve_overall(choices: ChoiceSet) -> _Point:
     """Return the solution at the overall price that meets the overall floor, found by secants."""
-    stages = _stage_prices(choices)
+    stages = _solve_stages(choices)
     low = _at(choices, stages, 0.0)
     if low.gain >= choices.overall_floor:
         return low
@@ -327,7 +330,7 @@ def _overall_price(choices: ChoiceSet) -> _Point:
     stage_costs, stage_gains = _sums(choices, richest)
     high = _Point(
         overall_price=math.inf,
-        stage_prices=stages.price,
+        extra_prices=stages.own_price,
         cost=float(stage_costs.sum()),
         gain=float(stage_gains.sum()),
         below=richest,
@@ -346,22 +349,22 @@ def _overall_price(choices: ChoiceSet) -> _Point:
             high = now
         else:
             low = now
-    stage_prices = np.maximum(stages.price - price, 0.0)
-    return low._replace(overall_price=price, stage_prices=stage_prices, above=high.above)
+    extra_prices = np.maximum(stages.own_price - price, 0.0)
+    return low._replace(overall_price=price, extra_prices=extra_prices, above=high.above)
 
 
 def _at(choices: ChoiceSet, stages: _Stages, overall: float) -> _Point:
     """Return the solution where every stage pays the larger of `overall` and its own price."""
-    pays_own = stages.price > overall
+    pays_own = stages.own_price > overall
     if overall == 0.0:  # stages without a price: `below` has the most gain at no cost
         columns = stages.below
     else:
-        columns = _cheapest(choices, np.maximum(stages.price, overall))
+        columns = _cheapest(choices, np.maximum(stages.own_price, overall))
     stage_costs, stage_gains = _sums(choices, columns)
     linear_pays_own = pays_own[choices.stage]
     return _Point(
         overall_price=overall,
-        stage_prices=np.maximum(stages.price - overall, 0.0),
+        extra_prices=np.maximum(stages.own_price - overall, 0.0),
         cost=float(np.where(pays_own, stages.cost, stage_costs).sum()),
         gain=float(np.where(pays_own, stages.gain, stage_gains).sum()),
         below=np.where(linear_pays_own, stages.below, columns),

@@ -25,7 +25,7 @@ from megatron_snip.errors import UsageError, listing
 from megatron_snip.files import Label, read_json, read_record, write_atomic
 from megatron_snip.formats import get_format
 from megatron_snip.options import BF16, Option
-from megatron_snip.planning.cost import as_fraction, ratio
+from megatron_snip.planning.option_table import as_fraction, ratio
 from megatron_snip.planning.problem import STRICT
 
 Status = Literal["optimal", "feasible", "fixed"]
@@ -51,7 +51,7 @@ class PrecisionPlan(BaseModel):
             change penalty it is a lower bound for plans that change no more linears than this one.
         seconds: Wall time for making the plan.
         target: The least efficiency that was asked for; 0 for policies without a target.
-        efficiency: Efficiency over all linears (defined in `planning/cost.py`).
+        efficiency: Efficiency over all linears (defined in `planning/option_table.py`).
         stages: Efficiency of every pipeline stage; 1 for a stage without linears.
         linears: Option of each linear, by name.
         digest: SHA-256 of the assignment; see the file's description.

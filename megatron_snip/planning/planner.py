@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from megatron_snip.errors import InfeasiblePlanError, PlanningError
 from megatron_snip.planning.checker import find_violations
 from megatron_snip.planning.constraints import changes, make_constraints
-from megatron_snip.planning.cost import make_table
+from megatron_snip.planning.option_table import make_table
 from megatron_snip.planning.plan import PrecisionPlan, assignment_digest
 from megatron_snip.planning.policies import Request, get_policy
 from megatron_snip.planning.problem import PlanningProblem, parse_option
@@ -48,33 +48,32 @@ def make_plan(
     if previous is not None:
         previous.check_against(problem.names)
     # Linears that must have one option (ties) are one linear from here until `spread`.
-    given = problem
-    problem, settings = merged(given, settings)
-    policy = get_policy(settings.policy, problem)
-    table = make_table(problem, settings.cost)
+    merged_problem, merged_settings = merged(problem, settings)
+    policy = get_policy(settings.policy, merged_problem)
+    table = make_table(merged_problem, settings.cost)
     hint = None
     if previous is not None:
         hint = table.columns_of([str(previous.linears[name]) for name in table.names])
     target = problem.target if settings.target is None else settings.target
-    constraints = make_constraints(table, settings, target, hint)
+    constraints = make_constraints(table, merged_settings, target, hint)
     deadline = start + settings.time_limit_s
-    found = policy.decide(Request(constraints, settings, hint, deadline))
+    found = policy.decide(Request(constraints, merged_settings, hint, deadline))
 
     columns = found.columns
     linears = {}
     for row, column in enumerate(columns.tolist()):
         linears[table.names[row]] = parse_option(table.options(row)[column])
-    objective = table.quality_loss(columns)
-    # `found.bound` is for the quality loss plus the price of changes. The plan's bound is for the
-    # quality loss alone.
+    quality_loss = table.quality_loss(columns)
+    # The solver minimizes the quality loss plus the price of changes, and `found.bound` is a bound
+    # of that. The plan's `objective` and `bound` are of the quality loss alone.
     num_changes = float(changes(table, hint)[table.rows, columns].sum())
-    bound = found.bound - settings.change_penalty * num_changes
+    bound = found.bound - merged_settings.change_penalty * num_changes
     plan = PrecisionPlan(
         iteration=iteration,
         policy=settings.policy,
         status=found.status,
-        objective=objective,
-        bound=min(bound, objective),
+        objective=quality_loss,
+        bound=min(bound, quality_loss),
         seconds=time.monotonic() - start,
         target=target if policy.heeds_target else 0.0,
         efficiency=table.efficiency(columns),
@@ -82,12 +81,12 @@ def make_plan(
         linears=linears,
         digest=assignment_digest(linears),
     )
-    faults = find_violations(plan, problem, settings, policy.heeds_target)
+    faults = find_violations(plan, merged_problem, merged_settings, policy.heeds_target)
     if faults:
         raise PlanningError(f"policy '{settings.policy}' made an invalid plan: {faults[0]}")
-    if not given.ties:
+    if not problem.ties:
         return plan
-    linears = spread(linears, given)
+    linears = spread(linears, problem)
     return plan.model_copy(update={"linears": linears, "digest": assignment_digest(linears)})
 
 
@@ -96,8 +95,8 @@ def frontier(
 ) -> dict[float, PrecisionPlan | None]:
     """Plan at every target, from the highest down.
 
-    An assignment that reaches a target reaches every lower one. So each plan is a feasible hint for
-    the next, and a lower target never has a higher quality loss.
+    An assignment that reaches a target reaches every lower one. So with policy `snip` each plan is
+    a feasible hint for the next, and a lower target never has a higher quality loss.
 
     Args:
         problem: The linears and their options; the problem's own target is ignored.
@@ -105,7 +104,8 @@ def frontier(
         targets: Efficiencies in [0, 1], in any order.
 
     Returns:
-        The best plan of each target, in ascending order of targets; None where none reaches it.
+        The policy's plan at each target, in ascending order of targets; None where no plan reaches
+        the target. The plans of policy `snip` are the best ones.
 
     Raises:
         UsageError: if problem and settings do not fit each other.

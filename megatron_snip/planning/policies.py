@@ -30,7 +30,7 @@ from megatron_snip.planning.constraints import (
     columns_of_most_gain,
     fixed_columns,
 )
-from megatron_snip.planning.cost import Ints
+from megatron_snip.planning.option_table import Ints
 from megatron_snip.planning.problem import PlanningProblem, parse_option
 from megatron_snip.planning.search import Solution, lower_bound, solve
 from megatron_snip.planning.settings import PlanSettings
@@ -155,7 +155,7 @@ def _steps(task: Task, start: Ints, items: Iterable[Item]) -> Iterator[tuple[int
     last of its three GEMMs is lowered.
     """
     lowest = columns_of_most_gain(task)
-    gains = task.gain_floors[-1].gains
+    gains = task.integer_floors[-1].gains
     columns = start.copy()
     lowered: dict[int, Option] = {}
     for row, gemm in items:
@@ -186,7 +186,7 @@ def apply_needed(task: Task, start: Ints, steps: Iterable[tuple[int, int]]) -> I
     columns = start.copy()
     remaining = list(steps)
     # The stages' floors come first. What they do not need is left for the overall floor.
-    for floors in task.gain_floors:
+    for floors in task.integer_floors:
         gains = floors.gains
         missing = floors.missing(columns)
         steps = remaining
@@ -249,7 +249,7 @@ def _by_score(score: str, per_gain: bool = False) -> Order:
         rows = np.flatnonzero(lowest != highest)  # others cannot be lowered
         scores = np.array([_score(request, score, int(row), int(lowest[row])) for row in rows])
         if per_gain:
-            gains = task.gain_floors[-1].gains
+            gains = task.integer_floors[-1].gains
             scores = scores / (gains[rows, lowest[rows]] - gains[rows, highest[rows]])
         ranks = np.argsort(scores, kind="stable")
         return [int(row) for row in rows[ranks]]

@@ -24,9 +24,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from megatron_snip.planning.constraints import Task, assignment_of_most_gain
-from megatron_snip.planning.cost import Ints, Mask
 from megatron_snip.planning.cpsat import Core, Effort, solve_core
 from megatron_snip.planning.lagrangian import ChoiceSet, Dual, make_choices, maximize
+from megatron_snip.planning.option_table import Ints, Mask
 from megatron_snip.planning.plan import Status
 from megatron_snip.planning.settings import PlanSettings
 
@@ -34,7 +34,8 @@ SEARCH_WORK_S = 0.5
 """Deterministic seconds for finding and proving the optimum, over all choice sets."""
 
 CORE_SIZES = (64, 512, 4096, None)
-"""Choices in the core of each round; each linear's one of least reduced cost is not counted."""
+"""Largest number of choices in the core of each round. Every linear also has its choice of least
+reduced cost in the core, which is not counted."""
 
 EXACT = 1e-9
 """Gap, relative to the sum of chosen losses' magnitudes, at which an assignment is optimal."""
@@ -205,10 +206,10 @@ class Search:
         number[rows, columns] = np.arange(len(rows))
         owner = free[rows]
         constraints: list[tuple[Ints, int]] = []
-        for floors in choices.gain_floors:
+        for floors in choices.integer_floors:
             gains = floors.gains[owner, columns]
             group = floors.group[owner]
-            still_missing = floors.missing(found, fixed).tolist()  # what fixed linears do not gain
+            still_missing = floors.missing(found, fixed).tolist()  # what free linears must gain
             for p in np.unique(floors.group).tolist():
                 constraints.append((np.where(group == p, gains, 0), still_missing[p]))
         core = Core(
@@ -249,11 +250,13 @@ class Search:
 def round_up(choices: ChoiceSet, dual: Dual) -> Ints:
     """Move linears from the dual's `below` to its `above` until every constraint holds.
 
-    The linears that gain most come first, unless they overshoot; the one of least sufficient gain
-    closes the rest. Equal linears tie at the dual's price; moving all of them would overshoot.
+    At the dual's prices equal linears tie, and moving all of them would gain more than is needed.
+    So they are moved one by one, those of largest gain first, as long as a gain is not larger than
+    what is still missing. If something is missing then, one more linear is moved: the one of least
+    gain among those that were too large.
     """
     columns = dual.below.copy()
-    for floors in choices.gain_floors:
+    for floors in choices.integer_floors:
         lacking = floors.missing(columns)
         step = floors.gains_of(dual.above) - floors.gains_of(columns)
         skipped: dict[int, int] = {}

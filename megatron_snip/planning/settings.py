@@ -4,7 +4,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from megatron_snip.config import CostName, Fraction, PipelineBalance, Section
+from megatron_snip.config import EfficiencyMeasure, Fraction, PipelineBalance, Section
 
 
 class PlanSettings(Section):
@@ -35,7 +35,7 @@ class PlanSettings(Section):
     """Quality loss that a plan pays for each linear whose option differs from the previous
     plan's. Free for linears whose previous option is no longer available."""
 
-    cost: CostName = "flops"
+    cost: EfficiencyMeasure = "flops"
     """What efficiency counts: `flops` (share of FLOPs in the lowest precision) or `time`."""
 
     time_limit_s: Annotated[float, Field(gt=0.0)] = 30.0

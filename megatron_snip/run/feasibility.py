@@ -12,7 +12,7 @@ from megatron_snip.divergence.quality_loss import unmeasured_problem
 from megatron_snip.errors import InfeasiblePlanError, UsageError, naming_field
 from megatron_snip.linears.availability import AvailableOptions
 from megatron_snip.planning.constraints import make_constraints
-from megatron_snip.planning.cost import make_table
+from megatron_snip.planning.option_table import make_table
 from megatron_snip.planning.policies import get_policy
 from megatron_snip.planning.problem import PlanningProblem
 from megatron_snip.planning.settings import PlanSettings

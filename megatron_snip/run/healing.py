@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 
 from megatron_snip.config import SnipConfig
 from megatron_snip.formats import get_format
-from megatron_snip.planning.cost import TOLERANCE
+from megatron_snip.planning.option_table import TOLERANCE
 from megatron_snip.planning.plan import PrecisionPlan
 from megatron_snip.planning.problem import LinearChoices, OptionCost, PlanningProblem, parse_option
 from megatron_snip.planning.restrictions import bits_of

@@ -2,8 +2,8 @@
 
     python -m pytest tests/nightly/planner.py
 
-Instances cover every balance, pins, prices of changes, both cost models, forbidden options, ties,
-zeros, negative losses and losses over 12 decades.
+Instances cover every balance, pins, prices of changes, both measures of efficiency, forbidden
+options, ties, zeros, negative losses and losses over 12 decades.
 """
 
 import pytest

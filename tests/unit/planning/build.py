@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from megatron_snip.options import Option
 from megatron_snip.planning.constraints import Constraints, make_constraints
-from megatron_snip.planning.cost import make_table
+from megatron_snip.planning.option_table import make_table
 from megatron_snip.planning.plan import PrecisionPlan, assignment_digest
 from megatron_snip.planning.problem import LinearChoices, OptionCost, PlanningProblem
 from megatron_snip.planning.settings import PlanSettings

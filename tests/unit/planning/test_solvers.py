@@ -121,7 +121,7 @@ def choice_sets(seed: int, balance: str) -> list[ChoiceSet]:
     sets = make_choices(task)
     if balance == "bottleneck":  # stages and an overall row at once
         share = 0.5 * (1 + task.table.efficiency(assignment_of_most_gain(task)))
-        coupled = replace(task, overall_floor=share * task.table.weight)
+        coupled = replace(task, overall_floor=share * task.table.max_gain)
         sets += make_choices(coupled) if assignment_of_most_gain(coupled) is not None else []
     return sets
 
@@ -133,7 +133,7 @@ def relaxation(choices: ChoiceSet) -> float:
     scale = np.abs(loss).max() or 1.0
     owner = (rows[None, :] == np.arange(len(choices.cost))[:, None]).astype(float)
     lines, thresholds = [], []
-    for floors in choices.gain_floors:
+    for floors in choices.integer_floors:
         size = max(1.0, float(floors.gains.max()))
         for p, least in enumerate(floors.least):
             own = np.where(floors.group[rows] == p, floors.gains[rows, columns], 0)

@@ -1,20 +1,22 @@
-"""CostTable: what each option of each linear saves, exactly and in integers.
+"""OptionTable: what each option of each linear loses and saves, exactly and in integers.
 
 For linear l and option q:
 
-    weight[l]    the largest possible gain
+    max_gain[l]  the largest possible gain
     gain[l, q]   the gain under q
-    efficiency of an assignment x  =  sum_l gain[l, x_l] / sum_l weight[l]
+    efficiency of an assignment x  =  sum_l gain[l, x_l] / sum_l max_gain[l]
 
-`flops` (arXiv:2602.01410, Sec. 5): the share of linear FLOPs in the lowest precision. The lowest
-precision counts as twice as fast; the time serves only to find the slowest pipeline stage:
+The setting `cost` decides what a gain is. `flops` (arXiv:2602.01410, Sec. 5): the share of linear
+FLOPs in the lowest precision. The time serves only to find the slowest pipeline stage: there a GEMM
+in the lowest precision takes half the time of one in any other format.
 
-    weight = flops               gain = flops * saving        time = flops - gain / 2
+    max_gain = flops               gain = flops * saving        time = flops - gain / 2
 
 `time`: seconds saved as a share of the seconds that can be saved, from a measured table. `slowest`
-and `fastest` are over all options that the problem lists for the linear, forbidden ones included:
+and `fastest` are over all options that the problem lists for the linear, also those that no plan
+may use because their quality loss is null:
 
-    weight = slowest - fastest   gain = slowest - seconds     time = slowest - gain
+    max_gain = slowest - fastest   gain = slowest - seconds     time = slowest - gain
 
 In both, time = base - rate * gain. The efficiency of a stage that can gain nothing is 1. Sums
 are exact (rational arithmetic), and the efficiency is rounded to a double once, at the end.
@@ -38,7 +40,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_snip.config import CostName
+from megatron_snip.config import EfficiencyMeasure
 from megatron_snip.errors import UsageError
 from megatron_snip.options import BF16
 from megatron_snip.planning.problem import LinearChoices, PlanningProblem
@@ -58,8 +60,8 @@ NOISE = Fraction(1, 10**12)
 MAX_SUM = 2**46
 """Sums of a row's integers stay below this (plus rounding): exact in int64 and in a double."""
 
-RATES: dict[CostName, Fraction] = {"flops": Fraction(1, 2), "time": Fraction(1)}
-"""Time that a gain of 1 saves, by cost model."""
+RATES: dict[EfficiencyMeasure, Fraction] = {"flops": Fraction(1, 2), "time": Fraction(1)}
+"""Time that a gain of 1 saves."""
 
 _SIMPLE_DENOMINATOR = 64
 _MAX_UNIT_DENOMINATOR = 2**80
@@ -75,9 +77,9 @@ def as_fraction(value: float) -> Fraction:
     return simple if float(simple) == value else Fraction(value)
 
 
-def ratio(gained: Fraction, weight: Fraction) -> float:
-    """Return gained / weight as an efficiency; 1 where nothing can be gained."""
-    return float(gained / weight) if weight else 1.0
+def ratio(gained: Fraction, max_gain: Fraction) -> float:
+    """Return gained / max_gain as an efficiency; 1 where nothing can be gained."""
+    return float(gained / max_gain) if max_gain else 1.0
 
 
 def choose_unit(values: Iterable[Fraction], largest_sum: Fraction) -> tuple[Fraction, bool]:
@@ -110,18 +112,18 @@ class WorkClass(NamedTuple):
     A model of thousands of linears has a few such classes, and so few rational numbers to add.
 
     Attributes:
-        options: Names of the options, by column.
-        num_listed: Number of options that the problem lists. The column behind them, if there is
-            one, is an unlisted bf16.
+        options: Names of the options, by column. The last one may be a bf16 that the problem does
+            not list (see `OptionTable`).
+        num_listed: Number of options that the problem lists.
         base: Time of a linear without any saving.
-        weight: Largest possible gain of a linear.
+        max_gain: Largest possible gain of a linear.
         gains: Gain of each option, by column.
     """
 
     options: tuple[str, ...]
     num_listed: int
     base: Fraction
-    weight: Fraction
+    max_gain: Fraction
     gains: tuple[Fraction, ...]
 
 
@@ -138,12 +140,13 @@ class IntegerGains(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class CostTable:
+class OptionTable:
     """A problem as arrays: n linears (rows), at most k options each (columns).
 
-    bf16 changes nothing, so pins and policies may ask for it where a problem does not list it. It
-    then has quality loss 0 and gain 0 in a column that is not `listed`. Cost `time` cannot add
-    such a column, because the seconds are unknown.
+    bf16 has no quantization error and saves no FLOPs. So its quality loss and gain are known to be
+    0, and pins and policies may use it even if the problem does not list it: it is then a column
+    that is not `listed`. Where the target counts seconds there is no such column, because those of
+    bf16 are unknown.
 
     Attributes:
         problem: The problem that the arrays come from.
@@ -151,7 +154,8 @@ class CostTable:
         classes: The distinct classes of linears.
         class_of: The index into `classes` of each linear, [n].
         listed: True where the problem lists the option, [n, k].
-        losses: The quality losses, [n, k]; NaN where an option is forbidden or padded.
+        losses: The quality losses, [n, k]; NaN in padding, and for a forbidden option: one whose
+            quality loss is null in the problem, because it could not be measured.
         stage: The pipeline stage of each linear, [n].
     """
 
@@ -185,10 +189,10 @@ class CostTable:
         return tuple(np.flatnonzero(self.stage == p) for p in range(self.problem.num_stages))
 
     @cached_property
-    def stage_weights(self) -> tuple[Fraction, ...]:
-        """Weight of each stage."""
-        weights = [each.weight for each in self.classes]
-        return tuple(self._total(rows, weights) for rows in self.members)
+    def stage_max_gains(self) -> tuple[Fraction, ...]:
+        """Largest possible gain of each stage."""
+        max_gains = [each.max_gain for each in self.classes]
+        return tuple(self._total(rows, max_gains) for rows in self.members)
 
     @cached_property
     def stage_bases(self) -> tuple[Fraction, ...]:
@@ -197,9 +201,9 @@ class CostTable:
         return tuple(self._total(rows, bases) for rows in self.members)
 
     @cached_property
-    def weight(self) -> Fraction:
-        """Weight of the model."""
-        return sum(self.stage_weights, Fraction(0))
+    def max_gain(self) -> Fraction:
+        """Largest possible gain of the model."""
+        return sum(self.stage_max_gains, Fraction(0))
 
     @cached_property
     def integer_gains(self) -> IntegerGains:
@@ -241,15 +245,15 @@ class CostTable:
 
     def efficiency(self, columns: Ints) -> float:
         """Return the efficiency of an assignment over all linears."""
-        return ratio(sum(self.stage_gains(columns), Fraction(0)), self.weight)
+        return ratio(sum(self.stage_gains(columns), Fraction(0)), self.max_gain)
 
     def stage_efficiencies(self, columns: Ints) -> tuple[float, ...]:
         """Return the efficiency of an assignment in each stage."""
         gains = self.stage_gains(columns)
-        return tuple(ratio(g, w) for g, w in zip(gains, self.stage_weights, strict=True))
+        return tuple(map(ratio, gains, self.stage_max_gains))
 
     def quality_loss(self, columns: Ints) -> float:
-        """Return the sum of quality losses, correctly rounded; NaN if one is unknown."""
+        """Return the sum of quality losses, correctly rounded; NaN if one is null or padding."""
         return math.fsum(self.losses[self.rows, columns])
 
     def _total(self, rows: Ints, values: Sequence[Fraction]) -> Fraction:
@@ -287,20 +291,24 @@ class CostTable:
         return IntegerGains(coefficients, tuple(units))
 
 
-def make_table(problem: PlanningProblem, cost: CostName) -> CostTable:
-    """Build the arrays of a problem under a cost model.
+def make_table(problem: PlanningProblem, measure: EfficiencyMeasure) -> OptionTable:
+    """Build the arrays of a problem.
+
+    Args:
+        problem: The linears and their options.
+        measure: What the target counts.
 
     Raises:
-        UsageError: if cost `time` lacks the seconds of an option.
+        UsageError: if `time` is counted and the seconds of an option are missing.
     """
     index_of: dict[object, int] = {}
     classes: list[WorkClass] = []
     indices = []
     for linear in problem.linears:
-        key = _class_key(linear, cost)
+        key = _class_key(linear, measure)
         if key not in index_of:
             index_of[key] = len(classes)
-            classes.append(_work_class(linear, cost))
+            classes.append(_work_class(linear, measure))
         indices.append(index_of[key])
     class_of = np.array(indices)
 
@@ -312,9 +320,9 @@ def make_table(problem: PlanningProblem, cost: CostName) -> CostTable:
     for row, linear in enumerate(problem.linears):
         own = [option.quality_loss for option in linear.options.values()]
         losses[row, : len(own)] = [math.nan if loss is None else loss for loss in own]
-    return CostTable(
+    return OptionTable(
         problem=problem,
-        rate=RATES[cost],
+        rate=RATES[measure],
         classes=tuple(classes),
         class_of=class_of,
         listed=listed,
@@ -323,20 +331,20 @@ def make_table(problem: PlanningProblem, cost: CostName) -> CostTable:
     )
 
 
-def _class_key(linear: LinearChoices, cost: CostName) -> object:
+def _class_key(linear: LinearChoices, measure: EfficiencyMeasure) -> object:
     """Return what linears of one class have in common: all that `_work_class` reads."""
     options = linear.options.items()
-    if cost == "flops":
+    if measure == "flops":
         return (linear.flops, *((name, option.saving) for name, option in options))
     return tuple((name, option.seconds) for name, option in options)
 
 
-def _work_class(linear: LinearChoices, cost: CostName) -> WorkClass:
+def _work_class(linear: LinearChoices, measure: EfficiencyMeasure) -> WorkClass:
     options = tuple(linear.options)
     num_listed = len(options)
-    if cost == "flops":
+    if measure == "flops":
         base = as_fraction(linear.flops)
-        weight = base
+        max_gain = base
         gains = [base * as_fraction(option.saving) for option in linear.options.values()]
         if str(BF16) not in options:
             options = (*options, str(BF16))
@@ -344,9 +352,9 @@ def _work_class(linear: LinearChoices, cost: CostName) -> WorkClass:
     else:
         seconds = [_seconds(linear, name) for name in options]
         base = max(seconds)
-        weight = base - min(seconds)
+        max_gain = base - min(seconds)
         gains = [base - taken for taken in seconds]
-    return WorkClass(options, num_listed, base, weight, tuple(gains))
+    return WorkClass(options, num_listed, base, max_gain, tuple(gains))
 
 
 def _seconds(linear: LinearChoices, name: str) -> Fraction:

@@ -8,7 +8,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_snip.errors import UsageError
-from megatron_snip.planning.cost import MAX_SUM, TOLERANCE, as_fraction, choose_unit, make_table
+from megatron_snip.planning.option_table import (
+    MAX_SUM,
+    TOLERANCE,
+    as_fraction,
+    choose_unit,
+    make_table,
+)
 from megatron_snip.planning.planner import make_plan
 from megatron_snip.planning.problem import LinearChoices, OptionCost, PlanningProblem
 from megatron_snip.planning.settings import PlanSettings
@@ -65,7 +71,7 @@ def test_the_units_of_real_models_are_exact_and_others_within_the_tolerance() ->
 
 
 def test_problems_that_integers_cannot_express_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megatron_snip.planning.cost.MAX_SUM", 2**20)
+    monkeypatch.setattr("megatron_snip.planning.option_table.MAX_SUM", 2**20)
     odd = problem_of([[0.0, 1.0]] * 3, flops=[np.pi, np.e, 2.0**0.5])
     with pytest.raises(UsageError, match="share no unit"):
         _ = make_table(odd, "flops").integer_gains
