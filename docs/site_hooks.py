@@ -2,6 +2,7 @@
 
 - A fence of `math` holds LaTeX, as on GitHub. It becomes MathML when the site is built, so pages
   need no script for their equations.
+- A short code without spaces, such as a flag or a path, is not broken over two lines.
 - CONTRIBUTING, CHANGELOG and SECURITY lie at the root of the repository, where people and hosts
   look for them. Here they are pages as well.
 """
@@ -34,9 +35,16 @@ def equation(source: str, *_: Any, **__: Any) -> str:
     """
     known = source.replace("{aligned}", "{align*}").replace(r"\_", "_")
     mathml = convert(known, display="block")
+    # Bars of a norm are as high as letters; a font for mathematics stretches them over the line.
+    mathml = mathml.replace("<mo>&#x02016;</mo>", '<mo stretchy="false">&#x02016;</mo>')
     if left := re.search(r">[^<>]*(&(?!#x)|\\)[^<>]*<", mathml):
         raise ValueError(f"latex2mathml does not understand {left[0]} in: {source}")
     return f'<div class="equation">{mathml}</div>'
+
+
+def on_page_content(html: str, **_: Any) -> str:
+    """Return a page whose short codes have the class `word`, which style.css keeps on one line."""
+    return re.sub(r"<code>([^<>\s]{1,40})</code>", r'<code class="word">\1</code>', html)
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:

@@ -93,6 +93,33 @@ def test_the_lines_of_an_equation_are_aligned_at_their_equals_signs(
     assert len({top for _, top in edges}) == 3
 
 
+def test_bars_of_norms_are_as_high_as_letters(browser: Chromium, address: str) -> None:
+    browser.open(f"{address}/how-it-works.html", 1280, 900, dark=False)
+    heights = browser.evaluate(
+        """[...document.querySelectorAll(".equation mo")].filter(e => e.textContent === "\u2016")
+          .map(e => Math.round(e.getBoundingClientRect().height))"""
+    )
+    assert len(heights) == 8 and len(set(heights)) == 1
+
+
+@pytest.mark.parametrize("name", ["megatron", "flags", "architecture"])
+def test_flags_and_paths_stay_on_one_line(browser: Chromium, address: str, name: str) -> None:
+    browser.open(f"{address}/{name}.html", 375, 800, dark=False)
+    lines = browser.evaluate(
+        """[...document.querySelectorAll(".md-typeset :not(pre) > code")]
+          .filter(e => !/\\s/.test(e.textContent) && e.textContent.length < 30)
+          .map(e => [e.textContent, e.getClientRects().length])"""
+    )
+    assert len(lines) > 10
+    assert [text for text, rows in lines if rows != 1] == []
+
+
+def test_a_picture_on_a_phone_is_wide_enough_to_read(browser: Chromium, address: str) -> None:
+    browser.open(f"{address}/index.html", 375, 800, dark=False)
+    assert browser.evaluate("document.querySelector('.md-typeset img').clientWidth") >= 500
+    assert browser.evaluate("document.documentElement.scrollWidth") == 375
+
+
 @pytest.mark.parametrize("place", ["served", "from disk"])
 def test_the_search_finds_a_flag(browser: Chromium, site: Path, address: str, place: str) -> None:
     browser.open(

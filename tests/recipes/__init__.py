@@ -6,6 +6,7 @@ share a line. `python -m tests.recipes --write` writes the table of docs/megatro
 """
 
 import json
+import re
 from argparse import Namespace
 from collections.abc import Iterator
 from pathlib import Path
@@ -50,8 +51,13 @@ def count(row: FlagRow) -> int:
 def table() -> str:
     """Return the table of docs/megatron.md: one line for each setting."""
     lines = [
-        f"| {row.flag} | {row.num_recipes} | {_EFFECTS[row.plans]} "
+        f"| {_code(row.flag)} | {row.num_recipes} | {_EFFECTS[row.plans]} "
         f"| {'refused' if row.collects == 'refuses' else 'measures'} | {row.text} |"
         for row in FAST_FLAGS
     ]
     return "\n".join([_HEAD, *lines]) + "\n"
+
+
+def _code(text: str) -> str:
+    """Return the name of a setting with its flags, and their values, as code."""
+    return re.sub(r"--[\w-]+(?: (?!alone|in|or|with)\w+)?", r"`\g<0>`", text)
