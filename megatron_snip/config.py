@@ -177,8 +177,9 @@ class PlanFields(Section):
     formats: tuple[str, ...] = (AUTO,)
     """Formats that a plan may use, comma separated. The one with the fewest bits is the lowest
     precision; formats with equally many bits count alike. An entry may also be an option of several
-    formats: fp8-fp4-fp4 or fp8-forward-fp4-backward. `auto`: fp8,fp4 where GEMMs are
-    simulated, bf16,fp8 on Hopper and fp8,fp4 on Blackwell with Transformer Engine."""
+    formats: fp8-fp4-fp4 or fp8-forward-fp4-backward. `auto`: fp8,fp4 where GEMMs are simulated;
+    with Transformer Engine what the GPU has, such as bf16,fp8 on Hopper and fp8,fp4 on
+    Blackwell."""
 
     granularity: Granularity = "linear"
     """`linear`: one format per linear (the paper's). `gemm`: one each for fprop, dgrad, wgrad."""

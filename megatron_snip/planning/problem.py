@@ -48,8 +48,8 @@ class OptionCost(BaseModel):
         quality_loss: Q[l, q], dimensionless; smaller is better; None forbids the option.
         saving: Share in [0, 1] of the linear's FLOPs in the lowest precision.
         seconds: Time of the linear's three GEMMs under the option; None if unknown.
-        scores: Numbers that baseline policies compare, by name, such as `abs_error`; None for a
-            value that was not finite.
+        scores: Numbers that baseline policies compare, by name, such as `abs_error`
+            (`quality_loss.planning_problem` makes them); None for a value that was not finite.
     """
 
     model_config = STRICT

@@ -18,8 +18,8 @@ class PlanSettings(Section):
     """Name of the policy; see `policies.policy_names()`."""
 
     target: Fraction | None = None
-    """Least efficiency; None takes the problem's target. The policies `uniform-OPTION` ignore
-    target and balance."""
+    """Least efficiency; None takes the problem's target, as a run does after its first plan. The
+    policies `uniform-OPTION` ignore target and balance."""
 
     pipeline_balance: PipelineBalance = "none"
     """`none`: the target holds for the model. `stage`: the target holds in every pipeline stage.

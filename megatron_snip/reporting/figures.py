@@ -47,16 +47,16 @@ _REDS = ("#b3261e", "#d9736d")
 
 
 def format_colors() -> dict[str, str]:
-    """Return a color for each format: its bits give the hue, its place in the table the shade.
+    """Return a color for each format: its bits give the hue.
 
-    Not a constant: plugins add formats.
+    Its place among the formats of this hue gives the shade. Not a constant: plugins add formats.
     """
-    used: Counter[int] = Counter()
+    used: Counter[tuple[str, ...]] = Counter()
     colors = {}
     for name, fmt in FORMATS.items():
         shades = _SHADES.get(fmt.bits, _REDS)
-        colors[name] = shades[used[fmt.bits] % len(shades)]
-        used[fmt.bits] += 1
+        colors[name] = shades[used[shades] % len(shades)]
+        used[shades] += 1
     return colors
 
 

@@ -130,7 +130,10 @@ class ScalarSeries:
 
 
 def _metric_name(name: str) -> str:
-    """Return the name of a training metric below `snip/`; `eval/...` is its own."""
+    """Return the name of a training metric below `snip/`; that of an evaluation is its own.
+
+    `run/evaluation.py` makes those: they contain `/`.
+    """
     if name in _NUMBERED_METRICS:
         return _NUMBERED_METRICS[name]
     return name if "/" in name else f"training/{name}"

@@ -54,7 +54,7 @@ from megatron_snip.run.metrics import StepMetrics
 from megatron_snip.run.observation import MIN_OPTIMIZER_STEPS, Observations
 from megatron_snip.run.plan_file import recipe_changes
 from megatron_snip.run.plans import FirstPlan, PlanSource, RunPlans
-from megatron_snip.run.schedule import Schedule
+from megatron_snip.run.schedule import RefreshSchedule
 from megatron_snip.run.solve import PendingProblem, Solve
 from megatron_snip.run.state import ControllerState, reported_settings
 from megatron_snip.run.step import ForwardBackward, Results, Runner, TrainingStep
@@ -167,7 +167,7 @@ class SnipController:
         """All ranks: make the owners: the parts that have `state_dict` and `load_state_dict`."""
         config = self.config
         runtime = self.model.runtime
-        self._schedule = Schedule(config)
+        self._schedule = RefreshSchedule(config)
         self._observations = Observations(config, self.model, self._plans.available, optimizer)
         # A plan that never changes is not judged.
         is_guarded = config.guard and self._schedule.makes_plans

@@ -4,8 +4,8 @@
     i + 1, i + 2, ...     its other parts, one an iteration (`--snip-measure-fraction`)
     last part + lag       the plan of the refresh is applied
 
-`Schedule` counts iterations. The controller decides whether a refresh that is due may begin: the
-optimizer's moments may be too young, or a plan may still be on its way.
+`RefreshSchedule` counts iterations. The controller decides whether a refresh that is due may begin:
+the optimizer's moments may be too young, or a plan may still be on its way.
 """
 
 from dataclasses import dataclass
@@ -25,7 +25,7 @@ class ScheduleState:
     refreshed: int | None = None
 
 
-class Schedule:
+class RefreshSchedule:
     """Which iterations measure which part of the linears.
 
     Attributes:

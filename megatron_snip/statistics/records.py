@@ -16,7 +16,10 @@ from megatron_snip.files import read_record
 from megatron_snip.topology import LinearInfo
 
 SCHEMA_VERSION = 2
-"""Version 1 had other columns and cannot be continued."""
+"""Rises with each change of the fields: an old checkpoint's table lacks them, so it is refused.
+
+Version 1 had other columns.
+"""
 
 
 Over = Literal["tokens", "tiles", "weight", "all"]

@@ -11,7 +11,7 @@ import torch
 
 from megatron_snip.linears import quantized_linear as gemms
 from megatron_snip.planning.problem import PlanningProblem
-from megatron_snip.run.schedule import Schedule
+from megatron_snip.run.schedule import RefreshSchedule
 from megatron_snip.types import Gemm, Operand
 from tests.distributed import small_model
 from tests.distributed.layouts import OVERLAP, TP2, OnRanks, names, results_on
@@ -89,12 +89,12 @@ BREAKS = {"gradient": _nan_gradient, "loss": _nan_loss, "useless": _useless}
 @contextmanager
 def only_first_refresh() -> Iterator[None]:
     """Let the first refresh be the only one: the run then becomes one that never had a plan."""
-    is_due = Schedule.is_due
+    is_due = RefreshSchedule.is_due
 
-    def is_first(schedule: Schedule, iteration: int, wanted_at: int | None) -> bool:
+    def is_first(schedule: RefreshSchedule, iteration: int, wanted_at: int | None) -> bool:
         return iteration <= START + 1 and is_due(schedule, iteration, wanted_at)
 
-    with mock.patch.object(Schedule, "is_due", is_first):
+    with mock.patch.object(RefreshSchedule, "is_due", is_first):
         yield
 
 

@@ -117,6 +117,12 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         table.update(entries)
 
 
+def test_the_table_of_policies_has_each() -> None:
+    page = (ROOT / "docs" / "choosing.md").read_text()
+    rows = " ".join(re.findall(r"^\| (`.+?) \| (?:yes|no) \|", page, re.MULTILINE))
+    assert set(re.findall("`([a-z-]+)`", rows)) == set(POLICIES)
+
+
 # The last two run elsewhere: tests/unit/test_plugins.py, tests/distributed/test_controller.py.
 @pytest.mark.parametrize(("title", "body"), SECTIONS[:3], ids=[title for title, _ in SECTIONS[:3]])
 def test_a_section_runs_from_top_to_bottom(title: str, body: str) -> None:
