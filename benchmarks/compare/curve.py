@@ -183,7 +183,7 @@ def summary(rows: list[dict[str, Any]]) -> str:
         f"`{REFERENCE}`",
         f"`{rule}`",
         "the rule loses more by",
-        "in BF16 by",
+        "the same, weights evaluated in BF16",
         "SNIP's FLOPs at equal loss",
     )
     lines = []

@@ -52,7 +52,7 @@ def draw(rows: list[dict[str, Any]], estimates: Mapping[str, Estimate], path: Pa
             _draw_estimate(panel, estimates[low])
         _draw_runs(panel, curves(row for row in rows if row["low"] == low))
         panel.set_title(TITLES.get(low, low))
-        panel.set_xlabel("share of the linears' FLOPs in the low format (%)")
+        panel.set_xlabel("share of the linears' FLOPs in the lowest precision (%)")
         panel.set_ylabel("held-out loss over BF16 (1e-3 nat)")
         panel.set_ylim(bottom=0)
         panel.grid(alpha=0.3)
