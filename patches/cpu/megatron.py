@@ -1,13 +1,14 @@
 """Megatron-Core on the CPU: what it takes from Transformer Engine, Apex or CUDA without a fallback.
 
 A norm under sequence parallelism, the MoE router's GEMM, optimizer state on load, the compiled
-dataset helpers of a wheel, pipeline outputs that stay alive until gloo has sent them, and weights
+dataset helpers, pipeline outputs that stay alive until gloo has sent them, and weights
 of several types that gloo gathers together.
 """
 
 import argparse
 import copy
 import functools
+import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from importlib.machinery import EXTENSION_SUFFIXES
@@ -77,8 +78,11 @@ def megatron_replacements() -> Iterator[tuple[Any, str, Any]]:
         # 0.20 asks it of a class that does not exist when TE is absent.
         yield multi_token_prediction, "is_inference_column_parallel_linear", constant(False)
     yield from torch_adam.replacements()
+    compile_helpers = dataset_utils.compile_helpers
     if _helpers_are_built():
         yield dataset_utils, "compile_helpers", constant(None)
+    else:
+        yield dataset_utils, "compile_helpers", _named_for_this_python(compile_helpers)
 
 
 def _without_deallocation(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -147,3 +151,25 @@ def _helpers_are_built() -> bool:
 
     folder = Path(datasets.__path__[0])
     return any((folder / f"helpers_cpp{suffix}").exists() for suffix in EXTENSION_SUFFIXES)
+
+
+def _named_for_this_python(original: Callable[[], None]) -> Callable[[], None]:
+    """Wrap the function that compiles the dataset helpers with `make`.
+
+    Megatron's Makefile names them after the first `python3-config` on PATH. In a virtual
+    environment this is that of another Python, which may have another version: pyenv's for example.
+    """
+
+    @functools.wraps(original)
+    def compile_helpers() -> None:
+        before = os.environ.get("MAKEFLAGS")
+        os.environ["MAKEFLAGS"] = f"{before or ''} LIBEXT={EXTENSION_SUFFIXES[0]}".strip()
+        try:
+            original()
+        finally:
+            if before is None:
+                del os.environ["MAKEFLAGS"]
+            else:
+                os.environ["MAKEFLAGS"] = before
+
+    return compile_helpers

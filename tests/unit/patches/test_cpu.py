@@ -1,12 +1,16 @@
 """The CPU layer: its answers, and an uninstallation that puts back every object."""
 
+import os
 from collections.abc import Iterator
+from importlib.machinery import EXTENSION_SUFFIXES
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from megatron.core import datasets
 from megatron.core.datasets import utils as dataset_utils
 from megatron.core.distributed import param_and_grad_buffer
 from megatron.core.optimizer import distrib_optimizer
@@ -18,6 +22,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from megatron_snip.patches import cpu
+from megatron_snip.patches.cpu.megatron import megatron_replacements
 
 pytestmark = pytest.mark.skipif(
     torch.cuda.is_available(), reason="the patch does nothing where CUDA is available"
@@ -104,6 +109,24 @@ def test_cuda_devices_mean_the_cpu() -> None:
     with torch.cuda.stream(stream):
         torch.cuda.current_stream().wait_stream(stream)
         assert torch.cuda.Event().query()
+
+
+@pytest.mark.parametrize("flags", [None, "--no-print-directory"])
+def test_dataset_helpers_are_named_for_the_python_that_runs(
+    flags: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Megatron's Makefile asks `python3-config`, which may be that of another Python."""
+    makefile = "LIBEXT = .cpython-36.so\nhelpers:\n\ttouch helpers_cpp$(LIBEXT)\n"
+    (tmp_path / "Makefile").write_text(makefile)
+    monkeypatch.setattr(datasets, "__path__", [str(tmp_path)])
+    monkeypatch.setattr(dataset_utils, "__file__", str(tmp_path / "utils.py"))
+    monkeypatch.delenv("MAKEFLAGS", raising=False)
+    if flags is not None:
+        monkeypatch.setenv("MAKEFLAGS", flags)
+    replacements = {(owner, name): value for owner, name, value in megatron_replacements()}
+    replacements[dataset_utils, "compile_helpers"]()
+    assert (tmp_path / f"helpers_cpp{EXTENSION_SUFFIXES[0]}").exists()
+    assert os.environ.get("MAKEFLAGS") == flags
 
 
 @pytest.mark.usefixtures("patched")
