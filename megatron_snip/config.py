@@ -26,7 +26,7 @@ from megatron_snip.plugins import load_plugins
 from megatron_snip.target_schedule import Point, TargetSchedule, parse_points
 from megatron_snip.types import Gemm, glob_matches
 
-Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
+Share = Annotated[float, Field(ge=0.0, le=1.0)]
 Count = Annotated[int, Field(ge=1, le=2**53)]
 
 Backend = Literal["auto", "simulate", "te"]
@@ -149,9 +149,10 @@ class PlanFields(Section):
     policy: str = "snip"
     """`snip`, or a baseline such as uniform-fp8 or random; `megatron-snip plan --help` has all."""
 
-    efficiency_target: Fraction = 0.75
+    efficiency_target: Share = 0.75
     """Smallest share of the linears' FLOPs in the lowest precision among the formats, 0 to 1. If no
-    option has all GEMMs in it, the default is 0.75 of the largest share that the options have."""
+    option has all three GEMMs in the lowest precision, the default is 0.75 of the largest share
+    that an option has: 0.5 for fp8-fp4-fp4, which has 2/3 of its FLOPs in FP4."""
 
     cost: EfficiencyMeasure = "flops"
     """What the target counts: `flops`, or `time`: 0.75 then asks for 75 % of the seconds that the
@@ -273,23 +274,23 @@ class SnipConfig(ScheduleFields, MeasureFields, PlanFields, GuardFields, ReportF
                 f"'{self.calibration}' holds seconds, which only --snip-cost time counts; add that",
                 field="calibration",
             )
-        has_order = self.granularity == "gemm" and self.pipeline_balance != "stage"
-        if self.heal_order != "plan" and not has_order:
+        can_order_gemms = self.granularity == "gemm" and self.pipeline_balance != "stage"
+        if self.heal_order != "plan" and not can_order_gemms:
             needed = "granularity gemm and a pipeline_balance other than stage"
             text = f"'{self.heal_order}' raises single GEMMs; it needs {needed}"
             raise UsageError(text, field="heal_order")
-        if self.num_measuring > self.interval:
+        if self.iterations_per_refresh > self.interval:
             raise UsageError(
-                f"{self.measure_fraction} takes {self.num_measuring} iterations to measure all "
-                f"linears, and interval is {self.interval}; raise one of them",
+                f"{self.measure_fraction} takes {self.iterations_per_refresh} iterations to "
+                f"measure all linears, and interval is {self.interval}; raise one of them",
                 field="measure_fraction",
             )
         # A plan is applied before the next refresh begins.
-        if self.lag + self.num_measuring > self.interval and not self.collect_only:
+        if self.lag + self.iterations_per_refresh > self.interval and not self.collect_only:
             raise UsageError(
-                f"got {self.lag}, must be smaller than interval ({self.interval}) less the "
-                f"{self.num_measuring - 1} further iterations that measure; lower it, or raise "
-                "interval",
+                f"got {self.lag}; lag plus the iterations that a refresh measures "
+                f"({self.iterations_per_refresh}) must not exceed interval ({self.interval}); "
+                "lower it, or raise interval",
                 field="lag",
             )
         return self
@@ -310,8 +311,8 @@ class SnipConfig(ScheduleFields, MeasureFields, PlanFields, GuardFields, ReportF
                 )
 
     @property
-    def num_measuring(self) -> int:
-        """Iterations that one refresh observes."""
+    def iterations_per_refresh(self) -> int:
+        """Number of iterations that one refresh measures, each of them a part of the linears."""
         return math.ceil(1 / self.measure_fraction - 1e-9)  # 1 / 0.1 may be above 10
 
     @property
@@ -343,8 +344,8 @@ class SnipConfig(ScheduleFields, MeasureFields, PlanFields, GuardFields, ReportF
         return lowest_precision(self.named_formats).name
 
     @property
-    def lowest_formats(self) -> str:
-        """All formats that count towards the target, as text: `fp4`, `fp4/nvfp4`."""
+    def lowest_formats_label(self) -> str:
+        """What to call the formats that count towards the target: `fp4`, or `fp4/nvfp4`."""
         bits = get_format(self.lowest_format).bits
         return "/".join(name for name in self.named_formats if get_format(name).bits == bits)
 
@@ -425,7 +426,7 @@ class SnipConfig(ScheduleFields, MeasureFields, PlanFields, GuardFields, ReportF
             raise UsageError(f"got iteration {begin}, must be between {limits}", field="heal_from")
         # The last target of 0 comes early enough for its plan to train: a plan that is on its way
         # may take a measurement and a lag, and the new plan another lag.
-        last = max(begin + 1, train_iters - 2 * self.lag - self.num_measuring)
+        last = max(begin + 1, train_iters - 2 * self.lag - self.iterations_per_refresh)
         start_of_ramp = Point(begin, points[-1].target)
         end_of_ramp = Point(last, 0.0, ramp=True)
         return TargetSchedule((*points, start_of_ramp, end_of_ramp), begin)

@@ -4,7 +4,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from megatron_snip.config import EfficiencyMeasure, Fraction, PipelineBalance, Section
+from megatron_snip.config import EfficiencyMeasure, PipelineBalance, Section, Share
 
 
 class PlanSettings(Section):
@@ -17,7 +17,7 @@ class PlanSettings(Section):
     policy: str = "snip"
     """Name of the policy; see `policies.policy_names()`."""
 
-    target: Fraction | None = None
+    target: Share | None = None
     """Least efficiency; None takes the problem's target, as a run does after its first plan. The
     policies `uniform-OPTION` ignore target and balance."""
 

@@ -20,15 +20,17 @@ def lessons(run: RunRecord) -> list[str]:
     if total > 0.0:
         fragile = sorted(losses, key=lambda name: -losses[name])[:NUM_FRAGILE]
         shares = ", ".join(f"{name} {percent(losses[name] / total)}" for name in fragile)
-        formats = run.lowest_formats
+        formats = run.lowest_formats_label
         lines.append(f"most fragile in {formats}, by share of the quality loss: {shares}")
     if run.plan is not None:
         text = f"plan: {option_counts(run.plan.linears)}"
         text += f"; {percent(run.metrics.last('lowest_precision_fraction'))} of the FLOPs in "
-        text += run.lowest_formats
+        text += run.lowest_formats_label
         share = run.quality_share(run.plan.objective)
         if share is not None:
-            text += f" at {percent(share)} of the quality loss of {run.lowest_formats} everywhere"
+            text += (
+                f" at {percent(share)} of the quality loss of {run.lowest_formats_label} everywhere"
+            )
         lines.append(text)
     return lines
 

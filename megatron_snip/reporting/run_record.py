@@ -233,9 +233,9 @@ class RunRecord:
         return total
 
     @property
-    def lowest_formats(self) -> str:
+    def lowest_formats_label(self) -> str:
         """The formats that `lowest_precision_fraction` counts."""
-        return "lowest precision" if self.snip is None else self.snip.lowest_formats
+        return "lowest precision" if self.snip is None else self.snip.lowest_formats_label
 
     @property
     def target(self) -> float | None:

@@ -78,7 +78,8 @@ class SnipController:
         plan: the current plan.
         history: (iteration, digest) of every plan applied, in order.
         metrics: collects an iteration's metrics; for training loops that do not collect their own.
-        evaluations: names the evaluations, and collects what they show of the plan.
+        evaluations: names the evaluations, and decides in which precision they run. Where that is
+            `both`, it collects how much the plan raises their loss, for the next metrics.
     """
 
     def __init__(
@@ -140,7 +141,7 @@ class SnipController:
             settings = Settings(self.config.model_dump(mode="json"))
             self._reporter.write(Event(num_done, settings))
 
-        # The parts that keep a state of their own: schedule, observations, guard, solver, ...
+        # What the controller drives: schedule, observations, guard, alerts, solver, evaluations.
         self._make_owners(optimizer, seed, solver, num_done)
         self._warn_if_nothing_is_measured(train_iters)
 
@@ -157,14 +158,18 @@ class SnipController:
         self.history: list[tuple[int, str]] = []
         if state is not None:
             self._load(state)
-        self._planned_target = self._first_planned_target(state)
+        self._planned_target = self._initial_planned_target(state)
         self.model.install()
         self._start(state, first, num_done)
 
     def _make_owners(
         self, optimizer: Any, seed: int, solver: SolverProcess | None, num_done: int
     ) -> None:
-        """All ranks: make the owners: the parts that have `state_dict` and `load_state_dict`."""
+        """All ranks: make what the controller drives.
+
+        All but `evaluations` are owners: they have a state of their own, `state_dict` and
+        `load_state_dict`.
+        """
         config = self.config
         runtime = self.model.runtime
         self._schedule = RefreshSchedule(config)
@@ -208,14 +213,17 @@ class SnipController:
         step = TrainingStep(function, kwargs)
         self._guard.read_loss()
         self._apply_due_plan(iteration, kwargs.get("num_microbatches", 1))
+        self._begin_due_refresh(iteration)
         # Which part of the linears this iteration measures; None: it does not measure.
-        part = self._begin_part(iteration)
+        part = self._schedule.part(iteration)
         observation = None
         if part is None:
             self._plan_for_new_target(iteration)
         else:
-            observation = self._observations.begin(iteration, part, self._schedule.num_parts)
-        with self._observations.watching(observation, iteration, step):
+            num_parts = self._schedule.iterations_per_refresh
+            observation = self._observations.begin(iteration, part, num_parts)
+            self._observations.observe_unfused(observation, iteration, step)
+        with self._observations.watching(observation):
             outcome = self._guard.run(iteration, step, self.plan)
         self._take_guards_decision(iteration, outcome)
         self._observations.end(observation, step, outcome)
@@ -323,11 +331,12 @@ class SnipController:
             guard = guard.model_copy(update={"good": good})
         self._guard.load_state_dict(guard)
 
-    def _first_planned_target(self, state: ControllerState | None) -> float | None:
-        """Return the target that the first plan was made for: the stopped run's, or the plan's own.
+    def _initial_planned_target(self, state: ControllerState | None) -> float | None:
+        """Return the target that `_plan_for_new_target` compares later targets with.
 
-        `_plan_for_new_target` compares later targets with it. None if no plan can be
-        made for them, because the policy needs measurements and there are none yet.
+        It is the last target that the stopped run planned for, else the target of the first plan.
+        None: a new target makes no new plan yet, because the policy needs measurements and there
+        are none.
         """
         if not self._schedule.plans_without_statistics and self._observations.mean is None:
             return None
@@ -352,11 +361,13 @@ class SnipController:
         is_resumed = state is not None and state.plan.digest == self.plan.digest
         if state is not None and not is_resumed:
             self.history.append((num_done + 1, self.plan.digest))
-            # The guard may fall back to the stopped run's plan. If the new plan is that plan, made
-            # to fit this run, the fallback stays what it was in the stopped run.
+            # The guard judges the new plan, and may fall back to the stopped run's plan, made to
+            # fit this run. If that is the new plan itself, the fallback stays what it was in the
+            # stopped run.
             former, _ = self._plans.fitting.plan(state.plan)
-            is_fitted = former.digest == self.plan.digest
-            self._guard.plan_changed(self._guard.state.good if is_fitted else former)
+            continues_former_plan = former.digest == self.plan.digest
+            fallback = self._guard.state.good if continues_former_plan else former
+            self._guard.plan_changed(fallback)
         # The first plan of a new run is not reported if it is BF16 everywhere and others follow.
         changes_nothing_yet = not num_changed and self._schedule.makes_plans
         if self.history or not changes_nothing_yet:
@@ -442,16 +453,12 @@ class SnipController:
             self.model.apply(self.plan.linears)
             raise
 
-    def _begin_part(self, iteration: int) -> int | None:
-        """All ranks: begin a refresh that is due; return the part that the iteration measures."""
+    def _begin_due_refresh(self, iteration: int) -> None:
+        """All ranks: begin a refresh that is due, or wait for the optimizer's moments."""
         is_due = self._schedule.is_due(iteration, self._guard.state.refresh_at)
         # A plan that is being solved (the guard's refresh, a new target) is applied first.
-        if is_due and not self._solve.is_under_way:
-            self._begin_refresh(iteration)
-        return self._schedule.part(iteration)
-
-    def _begin_refresh(self, iteration: int) -> None:
-        """All ranks: begin a refresh, or wait for the optimizer's moments."""
+        if not is_due or self._solve.is_under_way:
+            return
         if self._observations.may_begin():
             self._schedule.begin(iteration)
             return
@@ -473,7 +480,7 @@ class SnipController:
 
         def make() -> PlanningProblem:
             if self._schedule.plans_without_statistics:
-                return self._plans.unmeasured(target)
+                return self._plans.problem_without_measurements(target)
             return self._observations.measurement(target).problem
 
         with self._keeping_plan_on_error(iteration):

@@ -20,7 +20,7 @@ from megatron_snip.planning.ties import merged
 from megatron_snip.topology import LinearInfo
 
 
-def unmeasured(
+def problem_without_measurements(
     linears: Sequence[LinearInfo], available: AvailableOptions, target: float
 ) -> PlanningProblem:
     """Return the problem before any measurement: all quality losses are 0."""
@@ -128,7 +128,7 @@ def _best_target(
 
     None if they reach the target of the settings.
     """
-    problem = unmeasured(linears, available, config.efficiency_target)
+    problem = problem_without_measurements(linears, available, config.efficiency_target)
     settings = PlanSettings(**config.planning_values()).model_copy(update={"pins": ()})
     try:
         check_constraints(problem, settings)

@@ -1,7 +1,8 @@
 """Observing: from training iterations to statistics, divergences and a planning problem.
 
 begin          the linears of one part are chosen; the sensitivities of their weights are gathered
-watching       their forward and backward are watched while the iteration runs, or before it
+watching       their forward and backward are watched while the iteration runs; with fused MLPs in
+               an additional, unfused run before it (`observe_unfused`)
 end            all-reduces over ranks; the running mean of the statistics is updated
 measurement    after the last part: statistics -> divergences -> planning problem
 """
@@ -121,7 +122,7 @@ class Observations:
         self._progress = _Progress()
         # Megatron may repeat an iteration. Then the second run starts from the progress before the
         # first one.
-        self._last_measured: int | None = None  # an iteration
+        self._last_measured_iteration: int | None = None
         self._progress_before = _Progress()
 
     @property
@@ -148,9 +149,9 @@ class Observations:
         Returns:
             None if a rank fails; then `check_complete` raises.
         """
-        if iteration == self._last_measured:
+        if iteration == self._last_measured_iteration:
             self._progress = self._progress_before
-        self._last_measured = iteration
+        self._last_measured_iteration = iteration
         self._progress_before = self._progress
         if part == 0:
             self._progress = _Progress(mean=self.mean)
@@ -173,23 +174,22 @@ class Observations:
         runtime = self._model.runtime
         return Observation(observer, weights, sensitivities, runtime, self._dispatch)
 
-    def watching(
+    def observe_unfused(
         self, observation: Observation | None, iteration: int, step: TrainingStep
-    ) -> AbstractContextManager[None]:
-        """All ranks: return the context in which a step runs and is observed.
+    ) -> None:
+        """All ranks: run a step once unfused and observe it, where MLPs run fused operations.
 
-        Where MLPs run fused operations, their linears cannot be observed. Then the step first runs
-        here, unfused; this run is observed, and what it changed is undone.
+        Fused MLPs do not call their linears, so the step itself cannot be observed. What the
+        additional run changes is undone. Where no MLP is fused, this does nothing: `watching`
+        observes the step.
 
         Args:
             observation: what `begin` returned; None observes nothing.
             iteration: the iteration that is about to run.
             step: its forward-backward call.
         """
-        if observation is None:
-            return nullcontext()
-        if not self._model.has_fused_mlps:
-            return observation.running()
+        if observation is None or not self._model.has_fused_mlps:
+            return
         begin = time.perf_counter()
         before = TrainingStateSnapshot(step.chunks)
         runtime = self._model.runtime
@@ -199,7 +199,16 @@ class Observations:
         before.restore()
         zero_gradients(step.chunks, self._optimizer)
         observation.observer.seconds = time.perf_counter() - begin
-        return nullcontext()
+
+    def watching(self, observation: Observation | None) -> AbstractContextManager[None]:
+        """All ranks: return the context in which a step runs, and is observed if that is possible.
+
+        Args:
+            observation: what `begin` returned; None observes nothing.
+        """
+        if observation is None or self._model.has_fused_mlps:
+            return nullcontext()
+        return observation.running()
 
     def end(self, observation: Observation | None, step: TrainingStep, outcome: Outcome) -> None:
         """All ranks: add up what was observed while a step ran.
@@ -229,7 +238,8 @@ class Observations:
         except RemoteFailure as failure:
             self._fail(str(failure))
             return
-        if outcome.num_runs > 1:  # asked after the sums, which all ranks make together
+        # After the sums: if measuring failed on a rank, that is the reason to report.
+        if outcome.num_runs > 1:
             self._fail("the guard ran this iteration twice")
             return
         of_part = {linear.name: linear for linear in health.linears}
@@ -283,7 +293,8 @@ class Observations:
 
     def _divergences(self, warn: bool) -> DivergenceTable:
         assert self.mean is not None, "something was measured"
-        # If no linear can run the lowest format, another with as few bits stands in.
+        # Only formats that some linear can run are measured. So this may be another format than
+        # `config.lowest_format`, with as few bits: one of those can run (`available_options`).
         lowest = lowest_precision(self._formats).name
         return divergence_table(self.mean, self._available.options, lowest, self._config, warn)
 
@@ -294,7 +305,7 @@ class Observations:
     def load_state_dict(self, state: StatisticsTable | None) -> None:
         """Continue with the measurements of a stopped run."""
         self._progress = _Progress(mean=state)
-        self._last_measured = None
+        self._last_measured_iteration = None
 
     def _fail(self, reason: str) -> None:
         """Remember the first reason why a part was not measured."""

@@ -35,7 +35,11 @@ from megatron_snip.planning.planner import make_plan
 from megatron_snip.planning.policies import UNIFORM, get_policy
 from megatron_snip.planning.problem import PlanningProblem
 from megatron_snip.planning.settings import PlanSettings
-from megatron_snip.run.feasibility import check_settings, reachable_target, unmeasured
+from megatron_snip.run.feasibility import (
+    check_settings,
+    problem_without_measurements,
+    reachable_target,
+)
 from megatron_snip.run.fitting import Fitting, describe
 from megatron_snip.run.plan_file import check_plan_file
 from megatron_snip.run.solve import plan_from_rank_0
@@ -152,11 +156,10 @@ class RunPlans:
         num_done = 0 if state is None else state.iteration
 
         def make() -> PrecisionPlan:
-            # At the highest target: `check_settings` raises if no plan reaches that target. The
-            # plan itself is made for the target of the first iteration (below).
-            problem = self.unmeasured(max(point.target for point in self.targets.points))
+            # `check_settings` raises if no plan reaches the highest target of the run.
+            highest = max(point.target for point in self.targets.points)
             settings = self._settings(seed)
-            check_settings(problem, self.config, settings)
+            check_settings(self.problem_without_measurements(highest), self.config, settings)
             if source is PlanSource.FILE:
                 assert self._file_plan is not None
                 with naming_field("plan_file"):
@@ -170,8 +173,8 @@ class RunPlans:
                     return self._job_plan()
                 # BF16 with the pins is a policy of its own, and the plan has its name.
                 settings = settings.model_copy(update={"policy": f"{UNIFORM}bf16"})
-            # POLICY, and JOB in BF16.
-            settings = settings.model_copy(update={"target": self.targets.at(num_done + 1)})
+            # POLICY, and JOB in BF16: a plan for the target of the first iteration.
+            problem = self.problem_without_measurements(self.targets.at(num_done + 1))
             with naming_field("policy"):
                 return without_objective(make_plan(problem, settings))
 
@@ -231,9 +234,9 @@ class RunPlans:
 
     # ---- later plans ----------------------------------------------------------------------------
 
-    def unmeasured(self, target: float) -> PlanningProblem:
+    def problem_without_measurements(self, target: float) -> PlanningProblem:
         """Return the problem before any measurement: all quality losses are 0."""
-        return unmeasured(self._model.all_linears, self.available, target)
+        return problem_without_measurements(self._model.all_linears, self.available, target)
 
     def job_fallback(self, plan: PrecisionPlan, iteration: int) -> PrecisionPlan:
         """Return what the guard falls back to where no good plan is left: what the job runs.
@@ -253,7 +256,11 @@ class RunPlans:
     # ---- numbers of a plan ----------------------------------------------------------------------
 
     def lowest_precision_share(self, plan: PrecisionPlan) -> float:
-        """Return the share of the linears' FLOPs in the lowest precision under a plan."""
+        """Return the share of the linears' FLOPs in the lowest precision under a plan.
+
+        metrics.jsonl calls it `lowest_precision_fraction`. With `--snip-cost flops` the target
+        counts the same share, which is then the plan's `efficiency`.
+        """
         bits = get_format(self.config.lowest_format).bits
         shares = format_shares(plan.linears, self.stage_and_flops).items()
         return sum(share for name, share in shares if get_format(name).bits == bits)

@@ -32,7 +32,8 @@ class RefreshSchedule:
         plans_without_statistics: whether the policy needs no statistics. Then it plans before the
             first iteration, and again only if the schedule of targets changes the target.
         makes_plans: whether refreshes or changes of the target lead to plans.
-        num_parts: the number of iterations that one refresh observes.
+        iterations_per_refresh: number of iterations that one refresh measures, each of them a part
+            of the linears.
         is_waiting: whether a refresh is due and waits until it may begin.
     """
 
@@ -41,7 +42,7 @@ class RefreshSchedule:
         self.plans_without_statistics = not get_policy(config.policy).needs_statistics
         plans_again = config.has_schedule or not self.plans_without_statistics
         self.makes_plans = plans_again and not config.collect_only
-        self.num_parts = config.num_measuring
+        self.iterations_per_refresh = config.iterations_per_refresh
         self.is_waiting = False
         self._config = config
         self._refreshed: int | None = None
@@ -72,11 +73,11 @@ class RefreshSchedule:
     def part(self, iteration: int) -> int | None:
         """Return which part of the linears an iteration measures; None if it measures nothing."""
         part = -1 if self._refreshed is None else iteration - self._refreshed
-        return part if 0 <= part < self.num_parts else None
+        return part if 0 <= part < self.iterations_per_refresh else None
 
     def is_last(self, part: int | None) -> bool:
         """Return whether a part is the last one of its refresh."""
-        return part == self.num_parts - 1
+        return part == self.iterations_per_refresh - 1
 
     def may_plan_for_new_target(self, iteration: int) -> bool:
         """Return whether a plan for a new target is due before the next refresh begins.

@@ -112,19 +112,20 @@ class TrainingStep:
     def grad_scale(self, topology: Topology, loss_scale: float) -> float:
         """Return the factor that turns a gradient of the backward into one of the batch-mean loss.
 
-        It is 1 / (data ranks * loss scale): Megatron itself divides by the number of microbatches.
+        It is 1 / (DP * CP * loss scale): Megatron itself divides by the number of microbatches.
         With `calculate_per_token_loss` Megatron divides after the backward, by the tokens of the
-        batch. Then the factor has the tokens as well, counted as if none were masked.
+        batch. Then it is 1 / (tokens of the batch * loss scale), with the tokens counted as if none
+        were masked.
 
         Args:
             topology: this rank's place.
             loss_scale: what `loss_scale` returned; it waits for the device, so ask once.
         """
         config = get_model_config(self.chunks[0])
-        scale = topology.data.size * loss_scale
+        scale = topology.data.size * loss_scale  # the data axis has DP * CP ranks
         if config.calculate_per_token_loss:
             samples = self.kwargs["micro_batch_size"] * self.kwargs["num_microbatches"]
-            tokens = self.kwargs["seq_length"] * samples
+            tokens = self.kwargs["seq_length"] * samples  # CP ranks share these
             scale *= tokens / parallel_state.get_context_parallel_world_size()
         return 1.0 / scale
 
@@ -141,14 +142,14 @@ def zero_gradients(chunks: Sequence[torch.nn.Module], optimizer: Any) -> None:
 class StepLoss:
     """The loss of a step that has run; made on all ranks together, in the same order.
 
-    Megatron's forward-backward function reports a loss on the last pipeline stage alone, there on
-    each rank for its data. The loss is summed over data ranks,
+    Megatron's forward-backward function reports a loss on ranks of the last pipeline stage only, on
+    each for its own tokens. It is summed over the ranks of the data axis (DP x CP):
 
-        loss = sum over microbatches and data ranks of (sum of token losses)
+        loss = sum over microbatches and these ranks of (sum of token losses)
                / sum over the same of (number of tokens)
 
-    and the last rank broadcasts the sums: in every layout of Megatron that rank is on the last
-    stage. So all ranks hold the same bits and decide alike.
+    The last rank broadcasts the sums. In every layout of Megatron that rank is on the last stage.
+    So all ranks hold the same bits and decide alike.
 
     Megatron's older form of a report, a mean without a number of tokens, counts as one token. A
     report that a rank cannot read is logged there, and the step has no loss on any rank.

@@ -100,7 +100,7 @@ class StepObserver:
     Attributes:
         seconds: what measuring has cost so far, in seconds: this rank's host time in the forward
             samples, in the taps and in `table`. Where an additional, unfused run is observed, its
-            wall time takes the place of the first two (`Observations.watching`).
+            wall time takes the place of the first two (`Observations.observe_unfused`).
     """
 
     def __init__(

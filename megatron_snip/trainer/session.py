@@ -306,7 +306,7 @@ class ProgressWriter:
         parts.append(f"{metrics['tokens_per_s']:,.0f} tokens/s")
         if config.snip.enabled:
             share = metrics["lowest_precision_fraction"]
-            parts.append(f"{config.snip.lowest_formats} {100 * share:.0f}%")
+            parts.append(f"{config.snip.lowest_formats_label} {100 * share:.0f}%")
         self._console.print("  ".join(parts))
         sys.stdout.flush()
 

@@ -104,7 +104,10 @@ def test_yaml_flags_and_python_make_equal_objects(tmp_path: Path) -> None:
         ({"efficiency_target": float("nan")}, "efficiency_target"),
         ({"calibration": "t.json"}, "calibration: .*only --snip-cost time"),
         ({"interval": "often"}, "interval: .*got 'often'"),
-        ({"interval": 2, "lag": 2}, r"lag: got 2, must be smaller than interval \(2\)"),
+        (
+            {"interval": 2, "lag": 2},
+            r"lag: got 2; lag plus .* \(1\) must not exceed interval \(2\)",
+        ),
         ({"formats": "fp8,int8"}, "unknown format 'int8'"),
         ({"formats": ()}, "no formats given"),
         ({"formats": "bf16"}, "'bf16' leaves nothing to measure or to choose"),
@@ -133,9 +136,9 @@ def test_bad_values_end_in_one_line_that_names_them(values: dict[str, Any], said
 def test_what_follows_from_the_fields() -> None:
     config = SnipConfig(formats=("fp4", "fp8"), pins=("a.*=fp8", "b=c=fp4"))
     assert [str(option) for option in config.options] == ["fp8", "fp4"]
-    assert config.lowest_format == config.lowest_formats == "fp4"
+    assert config.lowest_format == config.lowest_formats_label == "fp4"
     several = SnipConfig(formats=("bf16", "nvfp4", "fp8", "fp4"))
-    assert several.lowest_formats == "nvfp4/fp4"  # as many bits count alike
+    assert several.lowest_formats_label == "nvfp4/fp4"  # as many bits count alike
     assert config.pin_pairs == (("a.*", Option.uniform("fp8")), ("b=c", Option.uniform("fp4")))
 
 

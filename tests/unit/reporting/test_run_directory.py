@@ -257,7 +257,7 @@ def test_the_record_has_what_the_run_wrote(complete: Path) -> None:
     assert record.divergences is not None and record.divergences.iteration == 19
     assert record.problem is not None and record.simulated is True
     assert record.metrics.notices == [(13, "refresh_failed", NOTICE.message)]
-    assert (record.target, record.lowest_formats) == (0.6, "fp4")
+    assert (record.target, record.lowest_formats_label) == (0.6, "fp4")
     assert record.quality_share(0.55) == pytest.approx(0.5)
 
 

@@ -44,7 +44,7 @@ def test_linears_that_run_the_job_s_option_only_keep_it_and_lower_the_target() -
     refusals = {o: {B: "it is fixed"} for o in (BF16, FP4)}
     plans = run_plans(refusals, FP8_JOB)
     assert plans.config.efficiency_target == 0.75
-    problem = plans.unmeasured(0.75)
+    problem = plans.problem_without_measurements(0.75)
     assert [sorted(row.options) for row in problem.linears] == [
         ["fp4", "fp8"],
         ["fp8"],

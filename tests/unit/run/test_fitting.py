@@ -31,7 +31,7 @@ def test_tied_linears_get_one_option() -> None:
         "too small",
         "its operations are fused with those of another linear",
     }
-    assert plans.unmeasured(0.2).ties == ((B, C),)
+    assert plans.problem_without_measurements(0.2).ties == ((B, C),)
 
 
 def test_pinned_options_are_asked_for_in_the_order_of_the_pins() -> None:
