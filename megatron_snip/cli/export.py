@@ -33,8 +33,8 @@ from megatron_snip.linears.te.precision_config import (
     num_layers,
     stage_paths,
 )
-from megatron_snip.linears.te.recipe import TERecipe, run_flags
-from megatron_snip.linears.te.recipe_table import RECIPES, RunPrecision
+from megatron_snip.linears.te.recipe import TERecipe, needed_run
+from megatron_snip.linears.te.recipe_table import RECIPES, GemmRecipe, RunPrecision
 from megatron_snip.options import BF16, Option
 from megatron_snip.output import yaml_text
 from megatron_snip.planning.plan import PrecisionPlan, read_plan
@@ -52,6 +52,8 @@ _PARENTS = {
     "mlp": ("feed_forward", "mlp"),
     "mlp.shared_experts": ("moe.shared_experts", "mlp.shared_experts"),
 }
+# torchtitan has `wq`, `wk` and `wv` up to 0.2.2, and `qkv_linear` later. Both are listed: a name
+# that a model does not have matches nothing.
 _LINEARS = {
     "linear_qkv": ("qkv_linear wq wk wv", "q_proj k_proj v_proj"),
     "linear_q_proj": ("wq", "q_proj"),
@@ -66,19 +68,21 @@ _LINEARS = {
 """Megatron's name -> torchtitan's and Hugging Face's."""
 
 
-def _converters() -> dict[str, str]:
-    """Return torchtitan's converter for each format that it and ModelOpt have."""
-    converters: dict[str, str] = {}
+def _known_recipes() -> dict[str, GemmRecipe]:
+    """Return {format: its first recipe} of the formats that torchtitan and ModelOpt have."""
+    known: dict[str, GemmRecipe] = {}
     for recipe in RECIPES.values():
-        for name in recipe.formats:
-            if recipe.converter:
-                converters.setdefault(name, recipe.converter)  # that of the format's first recipe
-    return converters
+        if recipe.converter:
+            for name in recipe.formats:
+                known.setdefault(name, recipe)
+    return known
 
 
-_CONVERTERS = _converters()
-_ALGORITHMS = {recipe.converter: recipe.modelopt for recipe in RECIPES.values() if recipe.converter}
-"""ModelOpt's parameters by torchtitan's converter."""
+_KNOWN_RECIPES = _known_recipes()
+_TORCHTITAN_CONVERTERS = {name: recipe.converter for name, recipe in _KNOWN_RECIPES.items()}
+"""torchtitan's converter, by the format."""
+_MODELOPT_PARAMETERS = {name: recipe.modelopt for name, recipe in _KNOWN_RECIPES.items()}
+"""ModelOpt's parameters of a layer, by the format."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -99,8 +103,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     text = "te-precision: what fp4 means, the run's --fp4-recipe [the best of the GPU]"
     add("--fp4-recipe", choices=_values("fp4", "recipe"), help=text)
     text = (
-        "te-precision: store each weight in the format that its GEMMs run (fp8_param and fp4_param "
-        "of Megatron-Core 0.19), for a run with param-gather"
+        "te-precision: store a weight in FP8 or FP4 if all three GEMMs run that (fp8_param and "
+        "fp4_param of Megatron-Core 0.19); only for a run with --fp8-param-gather or "
+        "--fp4-param-gather"
     )
     add("--fp8-param", action="store_true", help=text)
     text = (
@@ -202,7 +207,7 @@ def _export_precision_file(plan: PrecisionPlan, about: str, args: argparse.Names
         "--te-precision-config-file.",
     )
     for path, config in zip(paths, configs, strict=True):
-        write_output(path, config_text(config, comment, run_flags(recipes.values())))
+        write_output(path, config_text(config, comment, needed_run(recipes.values()).flags))
         print(f"wrote {path}: {len(config['matchers'])} matchers")
     for option, recipe in recipes.items():
         count = sum(other == option for other in plan.linears.values())
@@ -234,25 +239,24 @@ def _run_precision(args: argparse.Namespace) -> RunPrecision:
 def _print_required_flags(
     recipes: Iterable[TERecipe], paths: Sequence[Path], stores_weights: bool
 ) -> None:
-    needed = run_flags(recipes)
+    needed = needed_run(recipes)
     file = shlex.quote(str(paths[0])) + ("  # of its stage" if len(paths) > 1 else "")
-    flags = ["--transformer-impl transformer_engine", "--bf16", needed]
+    flags = ["--transformer-impl transformer_engine", "--bf16", needed.flags]
     flags.append(f"--te-precision-config-file {file}")
     print("The run needs:")
     for flag in flags:
         if flag:
             print(f"  {flag}")
-    if needed:
-        gather = f"--{needed.split('-')[2]}-param-gather"
+    if needed.kind:
+        print(
+            f"--{needed.kind}-format is needed: without it Megatron-Core before 0.19 quantizes\n"
+            "weights only in the first iteration, and does not pad the tokens of experts."
+        )
         advice = "Do not add --fp8-param-gather or --fp4-param-gather."
         if stores_weights:
-            advice = f"With {gather} weights are stored as the file says."
-        print(
-            f"{advice} Without {needed.split()[0]},\n"
-            "Megatron-Core before 0.19 quantizes weights only in the first iteration, and does\n"
-            "not pad the tokens of experts."
-        )
-    others = "run in the run's own precision" if needed else "stay in BF16"
+            advice = f"With --{needed.kind}-param-gather weights are stored as the file says."
+        print(advice)
+    others = "run in the run's own precision" if needed.kind else "stay in BF16"
     print(f"Linears that the plan does not name {others}.")
 
 
@@ -289,7 +293,8 @@ def _torchtitan_filters(linears: Mapping[str, Option]) -> tuple[dict[str, Any], 
     left out, because an empty `fqns` would convert every linear. Output layer and routers are never
     planned.
     """
-    converters, changes = _renamed(linears, 0, "layers")
+    formats, changes = _renamed(linears, 0, "layers")
+    converters = {name: _TORCHTITAN_CONVERTERS.get(fmt) for name, fmt in formats.items()}
     used = {converter for converter in converters.values() if converter is not None}
     lists = {}
     for converter in sorted(used - {"float8"}):
@@ -307,11 +312,11 @@ def _modelopt_config(linears: Mapping[str, Option]) -> tuple[dict[str, Any], lis
     Serving runs the forward pass, so each linear gets its format of fprop.
     """
     forward = {name: Option.uniform(option.fprop) for name, option in linears.items()}
-    converters, changes = _renamed(forward, 1, "model.layers")
+    formats, changes = _renamed(forward, 1, "model.layers")
     layers = {}
-    for name, converter in converters.items():
-        if converter is not None:
-            layers[name] = _ALGORITHMS[converter]
+    for name, fmt in formats.items():
+        if fmt in _MODELOPT_PARAMETERS:  # not BF16
+            layers[name] = _MODELOPT_PARAMETERS[fmt]
     quantization = {
         "quant_algo": "MIXED_PRECISION",
         "kv_cache_quant_algo": None,
@@ -323,16 +328,16 @@ def _modelopt_config(linears: Mapping[str, Option]) -> tuple[dict[str, Any], lis
 
 def _renamed(
     linears: Mapping[str, Option], column: int, prefix: str
-) -> tuple[dict[str, str | None], list[str]]:
-    """Return {new name: converter, None for BF16}, and a line for each replaced option.
+) -> tuple[dict[str, str], list[str]]:
+    """Return {new name: format, which may be bf16}, and a line for each replaced option.
 
     Args:
         linears: Option of each linear, by Megatron's name.
         column: The column of `_PARENTS` and `_LINEARS`: 0 is torchtitan's, 1 Hugging Face's.
         prefix: Path of the layers in the other program.
     """
-    candidates = [Option.uniform(name) for name in _CONVERTERS]
-    found: dict[str, str | None] = {}
+    candidates = [Option.uniform(name) for name in _KNOWN_RECIPES]
+    found: dict[str, str] = {}
     changes: dict[str, None] = {}
     for name, option in linears.items():
         block, layer, module = split_linear_name(name)
@@ -342,7 +347,7 @@ def _renamed(
             instead = nearest_option(option, candidates)
             for other in _LINEARS[linear][column].split():
                 new_name = f"{prefix}.{layer}.{_PARENTS[parent][column]}.{other}"
-                found[new_name] = _CONVERTERS.get(instead.fprop)
+                found[new_name] = instead.fprop
         else:  # the other program has no name for this linear
             what = f"{option} of {block} {module}"
             instead = BF16

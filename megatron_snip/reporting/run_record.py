@@ -45,6 +45,12 @@ class _Notice(BaseModel, strict=True):
 
 
 class _Row(BaseModel, strict=True):
+    """A row of metrics.jsonl.
+
+    A row with `plan_iteration` is the first one under a new plan. `plan_iteration` names the plan's
+    file: it is the iteration at which the plan was asked for, usually `lag` before the row's own.
+    """
+
     iteration: Annotated[_Count, Field(ge=1)]
     plan_iteration: _Count | None = None
     changed_linears: _Count | None = None
@@ -196,8 +202,9 @@ class RunRecord:
         plans: The plans in order, each with its iterations; empty for a run without plans.
         divergences: Divergences of the last refresh, or None.
         problem: Planning problem of the last refresh, or None.
-        health: Health at the last refresh before the first plan was applied, and at the last
-            refresh; either is left out if there is none.
+        health: Health at the last refresh before the first plan was applied, then at the latest
+            refresh. It is one table if both are the same refresh or only one of them exists, and
+            empty without any refresh.
         simulated: Whether quantized linears were simulated; None if that is not known.
     """
 
@@ -234,7 +241,7 @@ class RunRecord:
 
     @property
     def lowest_formats_label(self) -> str:
-        """The formats that `lowest_precision_fraction` counts."""
+        """What to call the formats that `lowest_precision_fraction` counts."""
         return "lowest precision" if self.snip is None else self.snip.lowest_formats_label
 
     @property

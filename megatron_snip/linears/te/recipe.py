@@ -163,15 +163,15 @@ def _from_factory(factory: str | None) -> TERecipe:
     return recipe
 
 
-def run_flags(recipes: Iterable[TERecipe]) -> str:
-    """Return Megatron's flags for the low precision that a run of such recipes needs by default.
+def needed_run(recipes: Iterable[TERecipe]) -> RunPrecision:
+    """Return the low precision that a run of such recipes needs by default.
 
     Megatron has one default per run; modules without a recipe of their own run it. It decides what
     experts' tokens are padded to, so the recipe with the widest padding is named; but delayed
-    scaling can only be the run's own. The text is empty if all recipes are BF16.
+    scaling can only be the run's own. It is BF16 if all recipes are.
     """
     used = [RECIPES[name] for recipe in recipes for name in recipe]
     widest = max(
         used, key=lambda one: (one.has_history, one.token_multiple), default=RECIPES["bf16"]
     )
-    return widest.run.flags
+    return widest.run

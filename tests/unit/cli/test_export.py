@@ -101,7 +101,7 @@ def test_the_flags_that_the_run_needs_are_printed(folder: Path, printed: Any) ->
         "--fp4-format e2m1 --fp4-recipe nvfp4",
         "--te-precision-config-file out.yaml",
     ]
-    assert "Without --fp4-format" in mixed and "not add --fp8-param-gather" in mixed
+    assert "--fp4-format is needed: without it" in mixed and "not add --fp8-param-gather" in mixed
     assert "does not name run in the run's own precision" in mixed
     assert "  --fp8-format e4m3 --fp8-recipe mxfp8\n" in needs("10.0", "fp8", "bf16")
     hopper = needs("9.0", "fp4", "fp8", "fp8-fp8-bf16")

@@ -22,7 +22,7 @@ from megatron_snip.linears.te.precision_config import (
     num_layers,
     stage_paths,
 )
-from megatron_snip.linears.te.recipe import RecipeFields, TERecipe, run_flags
+from megatron_snip.linears.te.recipe import RecipeFields, TERecipe, needed_run
 from megatron_snip.linears.te.recipe_table import RECIPES
 from megatron_snip.options import Option
 from tests.unit.planning.build import MODULES
@@ -84,7 +84,9 @@ def written(
     configs = export_configs(linears, RECIPE, stages)
     paths = stage_paths(folder / "out.yaml", len(configs))
     for path, config in zip(paths, configs, strict=True):
-        path.write_text(config_text(config, ["a plan", "of two lines"], run_flags(RECIPE.values())))
+        path.write_text(
+            config_text(config, ["a plan", "of two lines"], needed_run(RECIPE.values()).flags)
+        )
     return configs, paths
 
 

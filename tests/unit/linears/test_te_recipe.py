@@ -13,7 +13,7 @@ from megatron.core.transformer.moe import moe_utils
 from megatron_snip.errors import UsageError
 from megatron_snip.files import checked
 from megatron_snip.linears.te.modules import padded_tokens, shape_refusal
-from megatron_snip.linears.te.recipe import RecipeFields, TERecipe, run_flags
+from megatron_snip.linears.te.recipe import RecipeFields, TERecipe, needed_run
 from megatron_snip.linears.te.recipe_table import RECIPES
 
 PER_GEMM = [name for name, recipe in RECIPES.items() if recipe.per_gemm]
@@ -52,7 +52,7 @@ def test_delayed_scaling_is_left_to_the_run_s_own_autocast(name: str) -> None:
     assert recipe.follows_the_run and not parsed(recipe.fields()).override_quantized_autocast
     read = RecipeFields(**recipe.fields())
     assert not any(read.applies(run_is_quantized=quantized) for quantized in (False, True))
-    assert run_flags([recipe, TERecipe("nvfp4", "nvfp4", "nvfp4")]) == RECIPES[name].run.flags
+    assert needed_run([recipe, TERecipe("nvfp4", "nvfp4", "nvfp4")]) == RECIPES[name].run
 
 
 @pytest.mark.parametrize(
