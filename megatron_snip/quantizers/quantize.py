@@ -69,12 +69,12 @@ def rotated(x: Tensor, fmt: Format, gemm: Gemm) -> Tensor:
     """Return the [tokens, cols] that `gemm` quantizes: x, or its Hadamard transform (FP32).
 
     With H the Sylvester-Hadamard matrix of size n over sqrt(n), and D a diagonal of random signs,
-    each run v of n tokens is replaced by R v with R = H D. R is orthonormal, so
+    each group v of n tokens is replaced by R v with R = H D. R is orthonormal, so
 
         (R G)^T (R X) = G^T X
 
-    holds up to rounding, while an outlier token spreads over its run before quantization. Tokens
-    after the last complete run are not transformed. Results are rounded to BF16. Source: NVIDIA,
+    holds up to rounding, while an outlier token spreads over its group before quantization. Tokens
+    after the last complete group are not transformed. Results are rounded to BF16. Source: NVIDIA,
     arXiv:2509.25149 (n = 16, one sign vector for all linears), and Transformer Engine 2.20.
     """
     size = fmt.wgrad_hadamard
@@ -83,8 +83,8 @@ def rotated(x: Tensor, fmt: Format, gemm: Gemm) -> Tensor:
     complete = x.shape[0] - x.shape[0] % size
     out = x.to(torch.float32, copy=True)
     if complete:
-        runs = out[:complete].view(-1, size, x.shape[1])
-        mixed = hadamard_matrix(size, x.device) @ runs
+        groups = out[:complete].view(-1, size, x.shape[1])
+        mixed = hadamard_matrix(size, x.device) @ groups
         out[:complete] = mixed.bfloat16().view(complete, x.shape[1])
     return out
 
