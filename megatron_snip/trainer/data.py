@@ -12,6 +12,7 @@ run's data.json too: runs with different libraries have different digests.
 """
 
 import hashlib
+import os
 import sysconfig
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -168,11 +169,12 @@ def read_documents(root: Path, max_bytes: int) -> dict[str, bytes]:
     If they hold more than `max_bytes`, files are taken by the hash of their path: a fair sample
     that does not depend on the machine.
     """
-    names = [
-        path.relative_to(root).as_posix()
-        for path in root.rglob("*.py")
-        if not _EXCLUDED.intersection(path.relative_to(root).parts[:-1]) and path.is_file()
-    ]
+    names: list[str] = []
+    for folder, subfolders, files in os.walk(root):
+        # Not entered: site-packages alone can hold a hundred times the files of the library.
+        subfolders[:] = [name for name in subfolders if name not in _EXCLUDED]
+        paths = [Path(folder, name) for name in files if name.endswith(".py")]
+        names += [path.relative_to(root).as_posix() for path in paths if path.is_file()]
     taken: dict[str, bytes] = {}
     for name in sorted(names, key=lambda name: (hashlib.sha256(name.encode()).digest(), name)):
         contents = (root / name).read_bytes()
