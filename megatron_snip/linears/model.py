@@ -187,6 +187,26 @@ class PlannedModel:
             "linears": rows,
         }
 
+    def delayed_scaling(self, of_all_ranks: bool) -> dict[str, str]:
+        """Return the histories of simulated delayed scaling, as `DelayedScaling.state_dict` does.
+
+        Args:
+            of_all_ranks: all ranks: return those of the linears of the entire model.
+        """
+        own = self.runtime.delayed.state_dict()
+        if not of_all_ranks:
+            return own
+        # Ranks that hold a shard or a replica have the same history; the first of them counts.
+        topology = self.runtime.topology
+        placements = (each for linear in self.linears for each in linear.placements)
+        counted = {
+            each.instance: own[each.instance]
+            for each in placements
+            if each.instance in own and not each.tensor.rank and not topology.data_axis(each).rank
+        }
+        parts = gather_json(counted, topology.control)
+        return {name: text for part in parts for name, text in part.items()}
+
     def weights(self, names: frozenset[str] | None = None) -> dict[Placement, torch.nn.Parameter]:
         """Return this rank's trained weights of the named linears, in model order."""
         return {

@@ -28,7 +28,7 @@ import torch.distributed as dist
 from megatron.core.parallel_state import get_global_memory_buffer
 from torch import Tensor
 
-from megatron_snip.formats import get_format
+from megatron_snip.formats import ScaleType, get_format
 from megatron_snip.matmul import LARGE_GEMM, matmul_fp32
 from megatron_snip.options import Option
 from megatron_snip.quantizers.quantize import (
@@ -60,6 +60,9 @@ class LinearCall:
             it.
         cache: holds the quantized weight; None quantizes it in every GEMM.
         saves_input: save X itself for the backward, not its quantized form.
+        output_dtype: dtype of Y; None is X's.
+        delayed_scale: returns the scale of an operand for delayed scaling, and notes its amax; then
+            all three GEMMs have that format.
         defer_wgrad: gets wgrad's operands, Q(G) and Q(X) of all gathered tokens, and a function of
             both that returns dW. It calls the function after the backward. None computes dW in the
             backward.
@@ -73,7 +76,13 @@ class LinearCall:
     tp_group: dist.ProcessGroup | None = None
     cache: WeightCache | None = None
     saves_input: bool = False
+    output_dtype: torch.dtype | None = None
+    delayed_scale: Callable[[Operand, Tensor], Tensor] | None = None
     defer_wgrad: Callable[[Tensor, Tensor, WgradFunction], None] | None = None
+
+    def scale_of(self, operand: Operand, tensor: Tensor) -> Tensor | None:
+        """Return the scale of an operand under delayed scaling; None for other formats."""
+        return None if self.delayed_scale is None else self.delayed_scale(operand, tensor)
 
 
 def quantized_linear(
@@ -111,7 +120,7 @@ class _QuantizedLinear(torch.autograd.Function):
         x, saved, ctx.saves_quantized = _prepare_input(input, weight, call, needs_wgrad)
         ctx.save_for_backward(weight, *saved)
         rows = x.reshape(-1, x.shape[-1])
-        y = fprop_or_dgrad_gemm(rows, weight, Gemm.FPROP, call.option, input.dtype, call.cache)
+        y = _gemm_with_weight(rows, weight, Gemm.FPROP, call.output_dtype or input.dtype, call)
         y = y.view(*x.shape[:-1], weight.shape[0])
         return y if bias is None else y + bias
 
@@ -127,11 +136,12 @@ class _QuantizedLinear(torch.autograd.Function):
             x, gathering = _start_gather(saved[0], call, async_op=True)
         dtype = operand_dtype(g, weight.shape[1])
         gemms = (Gemm.DGRAD, Gemm.WGRAD) if saved else (Gemm.DGRAD,)
+        scale = call.scale_of(Operand.GRAD_OUTPUT, g)
         # G for dgrad (tiles in rows), and for wgrad (tiles in columns) unless the weight is frozen.
         g_row, *g_col = quantize_input_or_grad(
-            g, Operand.GRAD_OUTPUT, call.option, dtype, *gemms, stream=call.stream()
+            g, Operand.GRAD_OUTPUT, call.option, dtype, *gemms, stream=call.stream(), scale=scale
         )
-        dx = fprop_or_dgrad_gemm(g_row, weight, Gemm.DGRAD, call.option, g.dtype, call.cache)
+        dx = _gemm_with_weight(g_row, weight, Gemm.DGRAD, g.dtype, call)
         del g_row
         dx = dx.view(*grads[0].shape[:-1], weight.shape[1])
         if gathering is not None:
@@ -141,7 +151,10 @@ class _QuantizedLinear(torch.autograd.Function):
         dw = None
         if x is not None:
             if not ctx.saves_quantized:
-                (x,) = quantize_input_or_grad(x, Operand.INPUT, call.option, dtype, Gemm.WGRAD)
+                scale = call.scale_of(Operand.INPUT, x)
+                (x,) = quantize_input_or_grad(
+                    x, Operand.INPUT, call.option, dtype, Gemm.WGRAD, scale=scale
+                )
             wgrad = partial(_wgrad, call=call, weight=weight, main_grad=ctx.main_grad)
             if call.defer_wgrad is None:
                 dw = wgrad(g_col[0], x.flatten(0, -2))
@@ -177,13 +190,14 @@ def _prepare_input(
     quantize_first = may_save_quantized and is_same  # before the gather, if there is one
     x = input
     saved = [input] if needs_wgrad else []
+    scale = call.scale_of(Operand.INPUT, input)
     if quantize_first:
         gemms = (Gemm.FPROP, Gemm.WGRAD) if needs_wgrad else (Gemm.FPROP,)
-        x, *saved = quantize_input_or_grad(x, Operand.INPUT, option, dtype, *gemms)
+        x, *saved = quantize_input_or_grad(x, Operand.INPUT, option, dtype, *gemms, scale=scale)
     if call.sequence_parallel:
         x, _ = _start_gather(x, call)
     if not quantize_first:
-        (x,) = quantize_input_or_grad(x, Operand.INPUT, option, dtype, Gemm.FPROP)
+        (x,) = quantize_input_or_grad(x, Operand.INPUT, option, dtype, Gemm.FPROP, scale=scale)
     return x, saved, quantize_first
 
 
@@ -245,6 +259,7 @@ def quantize_input_or_grad(
     dtype: torch.dtype,
     *gemms: Gemm,
     stream: StochasticStream | None = None,
+    scale: Tensor | None = None,
 ) -> list[Tensor]:
     """Return X or G as each of `gemms` multiplies it.
 
@@ -257,8 +272,14 @@ def quantize_input_or_grad(
         dtype: dtype of a quantized result, from `operand_dtype`.
         gemms: one of the operand's two, or both: first fprop or dgrad, then wgrad.
         stream: random numbers, for formats that round G stochastically.
+        scale: of delayed scaling, if the GEMMs have that format.
     """
     first, *second = (option[gemm] for gemm in gemms)
+    if scale is not None:  # tiles do not count, so both GEMMs multiply the same
+        result = quantize_dequantize_operand(
+            x, first, operand, gemms[0], tensor_number=scale, dtype=dtype
+        )
+        return [result] * len(gemms)
     if second:
         pair = first, second[0]
         return list(quantize_dequantize_pair(x, pair, operand, stream=stream, dtype=dtype))
@@ -274,6 +295,8 @@ def can_quantize_before_gather(option: Option, num_rows: int) -> bool:
     """
     for name, gemm in ((option.fprop, Gemm.FPROP), (option.wgrad, Gemm.WGRAD)):
         fmt = get_format(name)
+        if fmt.scale is ScaleType.DELAYED:
+            continue  # the scale is known, and the same on all shards
         tile_rows, _ = operand_block(fmt, Operand.INPUT, gemm)
         if fmt.quantized and (fmt.needs_tensor_number or num_rows % tile_rows):
             return False
@@ -287,6 +310,7 @@ def fprop_or_dgrad_gemm(
     option: Option,
     dtype: torch.dtype,
     cache: WeightCache | None = None,
+    weight_scale: Callable[[Tensor], Tensor | None] = lambda _: None,
 ) -> Tensor:
     """Return Y = X W^T [M, N] for fprop, dX = G W [M, K] for dgrad.
 
@@ -297,6 +321,7 @@ def fprop_or_dgrad_gemm(
         option: decides the format of both operands.
         dtype: dtype of a quantized GEMM's result; a bf16 GEMM has that of its operands.
         cache: holds the quantized W; fprop and dgrad share it where format and block are equal.
+        weight_scale: returns W's scale under delayed scaling; called where W is quantized.
     """
     name = option[gemm]
     is_fprop = gemm is Gemm.FPROP
@@ -308,8 +333,18 @@ def fprop_or_dgrad_gemm(
     key = (name, block, used, w.data_ptr(), w._version)
     cache = {} if cache is None else cache
     if key not in cache:
-        cache[key] = quantize_dequantize_operand(w, name, Operand.WEIGHT, gemm, dtype=used)
+        cache[key] = quantize_dequantize_operand(
+            w, name, Operand.WEIGHT, gemm, tensor_number=weight_scale(w), dtype=used
+        )
     return matmul_fp32(a, cache[key].t() if is_fprop else cache[key], dtype)
+
+
+def _gemm_with_weight(
+    a: Tensor, weight: Tensor, gemm: Gemm, dtype: torch.dtype, call: LinearCall
+) -> Tensor:
+    """Return `fprop_or_dgrad_gemm` as a call runs it."""
+    weight_scale = partial(call.scale_of, Operand.WEIGHT)
+    return fprop_or_dgrad_gemm(a, weight, gemm, call.option, dtype, call.cache, weight_scale)
 
 
 def wgrad_gemm(g: Tensor, x: Tensor, option: Option, dtype: torch.dtype) -> Tensor:

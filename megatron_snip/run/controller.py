@@ -24,6 +24,7 @@ import torch
 from megatron_snip.collectives import RemoteFailure, attempt
 from megatron_snip.config import SnipConfig
 from megatron_snip.errors import PlanningError, SnipError
+from megatron_snip.formats import is_delayed
 from megatron_snip.linears.availability import resolve_formats
 from megatron_snip.linears.discovery import current_topology
 from megatron_snip.linears.model import PlannedModel
@@ -281,8 +282,18 @@ class SnipController:
             added = Metrics(metrics, is_addition=True)
             self._reporter.write(Event(self.evaluations.iteration, added))
 
-    def state(self, iteration: int) -> ControllerState:
-        """Return what a checkpoint after `iteration` keeps; the same on all ranks."""
+    def state(self, iteration: int, of_all_ranks: bool = True) -> ControllerState:
+        """Return what a checkpoint after `iteration` keeps.
+
+        Args:
+            iteration: the last iteration done.
+            of_all_ranks: all ranks: return what is the same on all of them. Otherwise histories of
+                delayed scaling are those of this rank's linears.
+        """
+        formats = {name for option in self.plan.linears.values() for name in option.formats}
+        delayed_scaling = {}
+        if any(map(is_delayed, formats.union(self.config.named_formats))):
+            delayed_scaling = self.model.delayed_scaling(of_all_ranks)
         return ControllerState(
             iteration=iteration,
             plan=self.plan,
@@ -293,6 +304,7 @@ class SnipController:
             guard=self._guard.state_dict(),
             observations=self._observations.state_dict(),
             alerts=self._alerts.state_dict(),
+            delayed_scaling=delayed_scaling,
             settings=self._reported_settings(),
         )
 
@@ -325,6 +337,7 @@ class SnipController:
         self._schedule.load_state_dict(state.schedule)
         self._observations.load_state_dict(state.observations)
         self._alerts.load_state_dict(state.alerts)
+        self.model.runtime.delayed.load_state_dict(state.delayed_scaling)
         guard = state.guard
         if guard is not None and guard.good is not None:
             good, _ = self._plans.fitting.plan(guard.good)

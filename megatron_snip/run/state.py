@@ -11,7 +11,8 @@ has `state_dict` and `load_state_dict`:
      "solve": null | {"iteration": int, "apply_at": int, "problem": {a problem file's object}},
      "guard": null | {a GuardState's},
      "observations": null | {a StatisticsTable's},
-     "alerts": [[alert, linear], ...]}
+     "alerts": [[alert, linear], ...],
+     "delayed_scaling": {linear: base64}               linears.delayed_scaling's}
 
 Version 2 has the same under other names, and is read. If the solver was working on a plan, its
 problem is stored: the resumed run solves it again and applies the plan at the same iteration.
@@ -56,6 +57,7 @@ class ControllerState:
         guard: the losses and the refused plans; None without a guard.
         observations: the running mean of the measurements, or None.
         alerts: (alert of --snip-alert, linear) that were reported.
+        delayed_scaling: histories of simulated delayed scaling, by linear (and expert).
         settings: settings and versions whose change a resumed run reports, as text.
     """
 
@@ -68,6 +70,7 @@ class ControllerState:
     guard: GuardState | None = None
     observations: Annotated[StatisticsTable, OwnSchema()] | None = None
     alerts: Alerted = ()
+    delayed_scaling: Mapping[str, str] = field(default_factory=dict)
     settings: Mapping[str, str] = field(default_factory=dict)
 
     def after(self, iteration: int) -> Self:

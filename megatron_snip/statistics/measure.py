@@ -52,19 +52,20 @@ class TensorNumbers(NamedTuple):
         amax: the largest magnitudes over all tokens of a microbatch, and over the ranks that share
             the scale.
         rotated_amax: the same after the Hadamard transform of wgrad's operands (W has none).
-        delayed: the scales of delayed scaling; None takes those that `amax` would give.
+        delayed: the scales of a format with delayed scaling. Without them, those that `amax` would
+            give.
     """
 
     amax: Tensor
     rotated_amax: Tensor
-    delayed: Tensor | None = None
+    delayed: Mapping[Format, Tensor]
 
     def of(self, fmt: Format, operand: Operand, gemm: Gemm) -> Tensor:
         """Return the `tensor_number` of an operand: an amax, or for delayed scaling a scale."""
         index = list(Operand).index(operand)
         if fmt.scale is ScaleType.DELAYED:
-            if self.delayed is not None:
-                return self.delayed[index]
+            if fmt in self.delayed:
+                return self.delayed[fmt][index]
             element = operand_format(fmt, operand).element
             assert element is not None
             return tensor_scale(self.amax[index], element)

@@ -28,6 +28,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_snip.collectives import sum_over
+from megatron_snip.formats import Format, ScaleType
 from megatron_snip.quantizers.quantize import rotated_amax
 from megatron_snip.quantizers.reference import amax_of
 from megatron_snip.quantizers.stochastic import grad_output_stream
@@ -57,6 +58,9 @@ from megatron_snip.types import Operand
 K = TypeVar("K")
 T = TypeVar("T")
 
+DelayedScales = Callable[[Format], Tensor]
+"""Returns the scales [3] of X, W and G in a format with delayed scaling, FP32."""
+
 RowsBySender = Mapping[int, Tensor]
 """Data rank -> its rows in a linear's input: int64 [R] on the CPU, in the sender's order."""
 
@@ -81,7 +85,6 @@ class _Call:
         input_is_split: as in `StepObserver.observe`.
         output_is_split: as in `StepObserver.observe`.
         prepare_input: as in `StepObserver.observe`.
-        delayed_scales: as in `StepObserver.observe`.
     """
 
     placement: Placement
@@ -91,7 +94,6 @@ class _Call:
     input_is_split: bool
     output_is_split: bool
     prepare_input: Callable[[Tensor], Tensor] | None
-    delayed_scales: Callable[[], Tensor] | None
 
 
 class StepObserver:
@@ -156,7 +158,7 @@ class StepObserver:
         input_is_split: bool = False,
         output_is_split: bool = False,
         prepare_input: Callable[[Tensor], Tensor] | None = None,
-        delayed_scales: Callable[[], Tensor] | None = None,
+        delayed_scales: DelayedScales | None = None,
     ) -> Tensor:
         """Return `output`, possibly with a tap on it.
 
@@ -171,8 +173,9 @@ class StepObserver:
             output_is_split: the output's rows are this rank's share of the tokens, which a
                 reduction over the tensor axis scattered (sequence parallelism).
             prepare_input: returns what the GEMM multiplies for rows of `input` (a fused norm).
-            delayed_scales: returns the scales [3] of X, W and G, FP32, that a linear under delayed
-                scaling has when it is called: in the forward for X and W, in the backward for G.
+            delayed_scales: returns the scales that a linear under delayed scaling has when it is
+                called: in the forward for X and W, in the backward for G. All ranks call it, and
+                may communicate in it.
         """
         names = self._settings.names
         if names is not None and placement.name not in names:
@@ -192,16 +195,19 @@ class StepObserver:
             input_is_split=input_is_split,
             output_is_split=output_is_split,
             prepare_input=prepare_input,
-            delayed_scales=delayed_scales,
         )
         with self._measuring():
+            forward_scales = self._delayed(delayed_scales)
             samples = self._samples(call, input.detach())
 
         def on_backward(grad: Tensor) -> None:
             with self._measuring():
                 flat = grad.detach().reshape(-1, grad.shape[-1])
+                delayed = self._delayed(delayed_scales)
+                for fmt, scales in forward_scales.items():
+                    delayed[fmt] = torch.cat([scales[:2], delayed[fmt][2:]])
                 for sample in samples:
-                    self._measure(call, sample, flat)
+                    self._measure(call, sample, flat, delayed)
 
         return tap(output, on_backward)
 
@@ -263,18 +269,26 @@ class StepObserver:
             sample.input_amax = amax_of(x)
         if self._rotation is not None:
             sample.rotated_amax = rotated_amax(x, self._rotation)
-        if call.delayed_scales is not None:
-            sample.forward_scales = call.delayed_scales()[:2].clone()
         rows = rows_of(x, sample.rows, call.input_is_split, call.token_axis)
         sample.input = rows if prepare is None else prepare(rows)
 
-    def _measure(self, call: _Call, sample: Sample, grad: Tensor) -> None:
+    def _delayed(self, scales: DelayedScales | None) -> dict[Format, Tensor]:
+        """Return the scales [3] of X, W and G in each format with delayed scaling."""
+        if scales is None:
+            return {}
+        formats = self._settings.formats.values()
+        return {fmt: scales(fmt) for fmt in formats if fmt.scale is ScaleType.DELAYED}
+
+    def _measure(
+        self, call: _Call, sample: Sample, grad: Tensor, delayed: dict[Format, Tensor]
+    ) -> None:
         """All ranks of the tensor axis: measure one linear on one microbatch.
 
         Args:
             call: the forward.
             sample: what the forward kept.
             grad: G [tokens, N] of all tokens.
+            delayed: the linear's scales [3] of X, W and G if it runs delayed scaling.
         """
         placement = call.placement
         settings = self._settings
@@ -282,7 +296,7 @@ class StepObserver:
         if weight is None:
             weight = grad.new_zeros((grad.shape[-1], call.num_inputs))
         x, g = self._sampled_rows(call, sample, weight, grad)
-        numbers = self._tensor_numbers(call, sample, weight, grad)
+        numbers = self._tensor_numbers(call, sample, weight, grad, delayed)
         stream = grad_output_stream(settings.seed, placement, settings.iteration, sample.microbatch)
         features = self._try(
             placement, partial(sampled_features, stream, weight.shape[0], sample.first_feature)
@@ -416,7 +430,12 @@ class StepObserver:
         return known
 
     def _tensor_numbers(
-        self, call: _Call, sample: Sample, weight: Tensor, grad: Tensor
+        self,
+        call: _Call,
+        sample: Sample,
+        weight: Tensor,
+        grad: Tensor,
+        delayed: dict[Format, Tensor],
     ) -> TensorNumbers | None:
         """All ranks of the tensor axis: return what scales of entire tensors are made from.
 
@@ -438,16 +457,12 @@ class StepObserver:
                 assert sample.rotated_amax is not None, "stored in the forward"
                 rotated_grad = rotated_amax(grad, self._rotation)
                 rotated = torch.stack([sample.rotated_amax, weight_amax, rotated_grad])
-            delayed = None
-            if call.delayed_scales is not None:
-                assert sample.forward_scales is not None, "stored in the forward"
-                delayed = torch.cat([sample.forward_scales, call.delayed_scales()[2:]])
             return TensorNumbers(amax, rotated, delayed)
 
         found = self._try(call.placement, find)
         if found is None:
             zeros = weight.new_zeros(len(Operand), dtype=torch.float32)
-            found = TensorNumbers(zeros, zeros)
+            found = TensorNumbers(zeros, zeros, {})
         is_split = (call.input_is_split, False, call.output_is_split)  # X, W and G
         if call.token_axis.group is None or not any(is_split):
             return found

@@ -67,7 +67,6 @@ class Sample:
         input: X of the sample; zeros for tokens of other ranks, where tokens are split.
         input_amax: Largest magnitude of X over all tokens of this shard, where a format needs it.
         rotated_amax: The same after the Hadamard transform of wgrad.
-        forward_scales: Scales of X and W under delayed scaling, as the forward used them.
     """
 
     microbatch: int
@@ -79,7 +78,6 @@ class Sample:
     input: Tensor | None = None
     input_amax: Tensor | None = None
     rotated_amax: Tensor | None = None
-    forward_scales: Tensor | None = None
 
 
 def draw_sample(settings: MeasureSettings, num_tokens: int, microbatch: int) -> Sample:

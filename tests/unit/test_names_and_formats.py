@@ -80,6 +80,8 @@ def test_tiles_and_scales_are_those_of_the_sources() -> None:
         "fp8_blockwise_hybrid": (8, 128, (128, 128), "e8m0", False),
         "fp8_tensorwise": (8, 128, (128, 128), "tensor", False),
         "fp8_tensorwise_hybrid": (8, 128, (128, 128), "tensor", False),
+        "fp8_delayed": (8, 128, (128, 128), "delayed", False),
+        "fp8_delayed_hybrid": (8, 128, (128, 128), "delayed", False),
         "fp4": (4, 128, (128, 128), "fp32", True),
         "mxfp8": (8, 32, (1, 32), "e8m0", False),
         "mxfp8_hybrid": (8, 32, (1, 32), "e8m0", False),

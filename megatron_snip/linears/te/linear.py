@@ -23,11 +23,13 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from megatron_snip.config import Backend
 from megatron_snip.errors import UnsupportedError
+from megatron_snip.formats import Format
 from megatron_snip.linears.runtime import Runtime
-from megatron_snip.linears.te.history import keep_history
+from megatron_snip.linears.te.history import delayed_scales, keep_history
 from megatron_snip.linears.te.job import job_option, job_recipe
 from megatron_snip.linears.te.machine import (
     RECIPES_PER_GEMM_IN_EXPERTS,
@@ -49,6 +51,7 @@ from megatron_snip.linears.te.recipe_table import RECIPES
 from megatron_snip.linears.te.stored_weight import stored_weights
 from megatron_snip.linears.te.tap import with_tap
 from megatron_snip.options import Option
+from megatron_snip.statistics.observer import DelayedScales
 from megatron_snip.topology import Placement
 
 _NEEDED = ("te_quant_params", "fp8_initialized", "fp8_meta_tensors_initialized", "_fp8_workspaces")
@@ -142,12 +145,29 @@ class RecipeTELinear:
         return str(self._planned_recipe)
 
     @property
-    def has_history(self) -> bool:
+    def _has_history(self) -> bool:
         """Whether the linear runs delayed scaling now."""
         if self._runtime.in_bf16:
             return False
         table_entry = RECIPES.get(self._planned_recipe.fprop)  # a custom recipe has none
         return table_entry is not None and table_entry.has_history
+
+    def delayed_scales(self, placement: Placement) -> DelayedScales | None:
+        """Return what returns its scales; None if it runs no delayed scaling.
+
+        Args:
+            placement: which weight of the linear.
+        """
+        if not self._has_history or delayed_scales(self.module) is None:
+            return None
+        index = self.placements.index(placement)
+
+        def read(fmt: Format) -> Tensor:  # the run has one format with delayed scaling
+            scales = delayed_scales(self.module, index)
+            assert scales is not None
+            return scales
+
+        return read
 
     def refusal(self, option: Option) -> str | None:
         """Return why this linear cannot run `option` here, or None if it can."""

@@ -210,7 +210,7 @@ _DELAYED = replace(
     _TENSORWISE,
     text="delayed scaling, one scale per tensor from the history of its largest magnitudes",
     formats=("fp8",),
-    quantization=replace(FORMATS["fp8_tensorwise"], name="fp8_delayed", scale=ScaleType.DELAYED),
+    quantization=FORMATS["fp8_delayed"],
     run=RunPrecision("fp8", "e4m3", "delayed"),
     recipe_class="DelayedScaling",
     gpus=(),

@@ -14,6 +14,7 @@ from megatron.core.tensor_parallel.mappings import (
 )
 from torch import Tensor
 
+from megatron_snip.formats import is_delayed
 from megatron_snip.linears.megatron_linear import SimulatedLinear
 from megatron_snip.linears.runtime import Runtime
 from megatron_snip.linears.te.delayed_wgrad import deferrals
@@ -33,10 +34,8 @@ class SimulatedTELinear(SimulatedLinear):
 
     Attributes:
         stored: the weights, where the job stores them quantized, or None.
-        has_history: whether it runs delayed scaling, which is not simulated.
     """
 
-    has_history = False
     _method = "forward"
     _bf16_recipe = "bf16"
 
@@ -53,6 +52,7 @@ class SimulatedTELinear(SimulatedLinear):
             self.stored.begin_step()
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
+        self._delayed_calls.clear()
         if self._is_bf16():
             output = self._original(*args, **kwargs)
         else:
@@ -67,8 +67,9 @@ class SimulatedTELinear(SimulatedLinear):
         module = self.module
         parallel = module.parallel_mode if module.tp_size > 1 else None
         is_column = parallel == "column"
+        is_rounded = not is_delayed(self.option.fprop)
         y = self._simulate(
-            multiplied_input(module, x),
+            multiplied_input(module, x, is_rounded),
             self._multiplied_weights()[0],
             None,
             self.placements[0],
@@ -76,6 +77,7 @@ class SimulatedTELinear(SimulatedLinear):
             sequence_parallel=is_column and module.sequence_parallel,
             allreduce_dgrad=is_column and not module.sequence_parallel,
             fuse_wgrad=module.fuse_wgrad_accumulation,
+            output_dtype=x.dtype,
             defer_wgrad=deferrals(module, 1)[0],
         )
         if parallel == "row" and module.sequence_parallel:

@@ -12,7 +12,6 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from megatron_snip.linears.te.history import delayed_scales
 from megatron_snip.linears.te.modules import (
     expert_sizes,
     input_is_split,
@@ -22,7 +21,7 @@ from megatron_snip.linears.te.modules import (
     weights_of,
 )
 from megatron_snip.linears.te.stored_weight import StoredWeights
-from megatron_snip.statistics.observer import StepObserver
+from megatron_snip.statistics.observer import DelayedScales, StepObserver
 from megatron_snip.topology import Placement
 
 
@@ -41,9 +40,8 @@ class ObservedTELinear(Protocol):
     def stored(self) -> StoredWeights | None:
         """Its weights where the job stores them quantized, or None."""
 
-    @property
-    def has_history(self) -> bool:
-        """Whether it now runs delayed scaling."""
+    def delayed_scales(self, placement: Placement) -> DelayedScales | None:
+        """Return what returns its scales; None if it runs no delayed scaling."""
 
 
 def with_tap(
@@ -78,7 +76,7 @@ def with_tap(
 def _tapped(linear: ObservedTELinear, observer: StepObserver, x: Tensor, output: Tensor) -> Tensor:
     """Return the output of a linear with one weight, with a tap on it."""
     module = linear.module
-    scales = _scales_of(linear, 0)
+    scales = linear.delayed_scales(linear.placements[0])
     return observer.observe(
         linear.placements[0],
         x,
@@ -101,23 +99,12 @@ def _tapped_experts(
     weights = _observed_weights(linear)
     experts = zip(linear.placements, inputs, weights, outputs, strict=True)
     tapped = [
-        observer.observe(placement, rows, weight, y, delayed_scales=_scales_of(linear, index))
-        for index, (placement, rows, weight, y) in enumerate(experts)
+        observer.observe(
+            placement, rows, weight, y, delayed_scales=linear.delayed_scales(placement)
+        )
+        for placement, rows, weight, y in experts
     ]
     return torch.cat(tapped)
-
-
-def _scales_of(linear: ObservedTELinear, index: int) -> Callable[[], Tensor] | None:
-    """Return what reads the scales of delayed scaling; None if the linear runs another recipe."""
-    if not linear.has_history or delayed_scales(linear.module) is None:
-        return None
-
-    def read() -> Tensor:
-        scales = delayed_scales(linear.module, index)
-        assert scales is not None
-        return scales
-
-    return read
 
 
 def _observed_weights(linear: ObservedTELinear) -> list[Tensor | Callable[[], Tensor]]:

@@ -15,7 +15,7 @@ DTYPES = {
 }
 
 SCALED = [
-    *(f for f in FORMATS.values() if f.quantized),
+    *(f for f in FORMATS.values() if f.quantized and f.scale is not ScaleType.DELAYED),
     replace(FORMATS["fp8"], name="fp8-e8m0", scale=ScaleType.E8M0),
     replace(FORMATS["fp4"], name="fp4-e8m0", scale=ScaleType.E8M0),
     replace(FORMATS["fp4"], name="fp4-hadamard", wgrad_hadamard=16),
@@ -25,7 +25,7 @@ SCALED = [
         for name in ("fp8_blockwise", "fp8_tensorwise", "mxfp8")
     ),
 ]
-"""Every format, and the variants that a record of a format can select."""
+"""Every format whose scales are made of the tensor, and the variants that a record can select."""
 
 
 def grid(element: ElementType) -> np.ndarray:
