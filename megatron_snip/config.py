@@ -110,7 +110,8 @@ class ScheduleFields(Section):
     """Iterations between two refreshes. A refresh measures, solves and applies a plan."""
 
     start_step: Count = 100
-    """Iteration of the first refresh (from 1). Earlier, Adam's moments are too young for a plan."""
+    """Iteration of the first refresh (from 1). Early moments of Adam are noisy; before ten steps of
+    the optimizer a refresh waits."""
 
     lag: Count = 2
     """Iterations between measuring and applying a plan. Training continues meanwhile. The lag
@@ -207,8 +208,8 @@ class PlanFields(Section):
 
     plan_file: Path | None = None
     """Start with this plan, a plans/<iteration>.json of another run. It must agree with the pins
-    and use only the formats. A resumed run starts with it unless the stopped run had the same
-    plan in its file; the path may be another."""
+    and use only the formats. A resumed run starts with it if it is another plan than in
+    the stopped run's file, whatever the paths, and else goes on with the checkpoint's plan."""
 
 
 class GuardFields(Section):

@@ -4,8 +4,8 @@ The linears are one choice set, or one for each pipeline stage where stages are 
 choice set has a search of its own:
 
     dual         a lower bound, and its growth if a choice is forced (`lagrangian.py`)
-    incumbent    the best known assignment; at first the best of the hint and of those next to the
-                 dual's maximum
+    incumbent    the best known assignment; at first the best of the hint, of the assignment of most
+                 gain, which is always feasible, and of those next to the dual's maximum
     core         a choice whose reduced cost exceeds (incumbent - bound) is in no better assignment
                  and is dropped; CP-SAT solves the rest, the most promising choices first
 

@@ -469,7 +469,8 @@ class SnipController:
     def _begin_due_refresh(self, iteration: int) -> None:
         """All ranks: begin a refresh that is due, or wait for the optimizer's moments."""
         is_due = self._schedule.is_due(iteration, self._guard.state.refresh_at)
-        # A plan that is being solved (the guard's refresh, a new target) is applied first.
+        # While a plan is being solved (the guard's refresh, a new target), a refresh whose turn it
+        # is is left out; the next one comes after `interval` iterations.
         if not is_due or self._solve.is_under_way:
             return
         if self._observations.may_begin():
@@ -565,7 +566,7 @@ class SnipController:
         waited_s: float = 0.0,
         saving_s: float | None = None,
     ) -> PlanApplied:
-        """All ranks: record a plan as the current one, after `_apply`, and report it.
+        """All ranks: record a plan that the linears run already as the current one; report it.
 
         Args:
             iteration: the first iteration under the plan.

@@ -293,8 +293,9 @@ class Observations:
 
     def _divergences(self, warn: bool) -> DivergenceTable:
         assert self.mean is not None, "something was measured"
-        # Only formats that some linear can run are measured. So this may be another format than
-        # `config.lowest_format`, with as few bits: one of those can run (`available_options`).
+        # `_formats` has only formats that some linear can run. So `lowest` may be another format
+        # than `config.lowest_format`. It has equally few bits: `available_options` refuses a run
+        # that has no format of so few bits.
         lowest = lowest_precision(self._formats).name
         return divergence_table(self.mean, self._available.options, lowest, self._config, warn)
 

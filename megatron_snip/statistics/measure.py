@@ -41,8 +41,8 @@ from megatron_snip.types import Gemm, Operand
 
 _HEALTH_ERRORS = ("input_error", "weight_error", "grad_error_in_dgrad")
 """The errors that health reports: of X and W as fprop quantizes them, and of G as dgrad does.
-`partial_sums` adds up their squares. The statistics take G as wgrad quantizes it: `grad_error`
-without a GEMM in its name, which is also the name of a column in files."""
+`partial_sums` adds up their squares. `grad_error`, without a GEMM in its name, is the error of G as
+wgrad quantizes it. It is a column of the table of statistics; scores of baselines use it."""
 
 
 class TensorNumbers(NamedTuple):

@@ -134,7 +134,7 @@ class StepObserver:
         self._num_forwards: dict[Placement, int] = defaultdict(int)
         self._own = RankSums()
         self._updates_added: set[Placement] = set()
-        # Cached, so that all linears of a microbatch have the same sampled tokens.
+        # All linears of a microbatch have the same sample, so it is drawn once.
         self._draw = cache(partial(draw_sample, settings))
 
     @property
@@ -143,7 +143,7 @@ class StepObserver:
         return self._own.failure
 
     def restart(self) -> None:
-        """Forget what was observed: the training pass is repeated."""
+        """Forget what was observed: Megatron repeats the pass, and only its last run counts."""
         self._num_forwards.clear()
         self._own = RankSums()
         self._updates_added.clear()
