@@ -91,8 +91,8 @@ class RunPlans:
     Every method returns the same on all ranks.
 
     Attributes:
-        config: the settings. If the user gave no target, the default one is lowered to the highest
-            that the linears can reach.
+        config: the settings. If the user gave no target, it has the default one of its formats, or
+            the highest that the linears can reach, if that is less.
         available: what the linears can run.
         stage_and_flops: (stage, FLOPs per token) by linear.
         fitting: makes plans and problems of another run fit.
@@ -182,7 +182,7 @@ class RunPlans:
         if source is PlanSource.FILE:
             check_plan_file(replaced, self.config, len(self.stage_and_flops))
         if state is not None and plan.digest != state.plan.digest:
-            # A plan's file is named by its iteration: no file of the stopped run is overwritten.
+            # A plan's file is named by its iteration; the file of the checkpoint's plan is kept.
             plan = plan.model_copy(update={"iteration": num_done})
         changes = tuple(describe(replaced, len(self.stage_and_flops)))
         return FirstPlan(plan, source, changes, changed - {"plan_file"})
@@ -268,8 +268,8 @@ class RunPlans:
     def saving_s(self, plan: PrecisionPlan, num_microbatches: int) -> float | None:
         """Return the seconds that a plan saves in each step against BF16.
 
-        It is the time of the slowest stage's linears in BF16 minus that under the plan, without
-        pipeline bubbles. None without `--snip-cost time`, or if the tokens of a microbatch vary.
+        It is the time of the linears of the slowest stage in BF16, minus that of the slowest stage
+        under the plan, which can be another one, without pipeline bubbles. None without `--snip-cost time`, or if the tokens of a microbatch vary.
         """
         table = self.available.calibration
         tokens = self._model.runtime.microbatch_tokens

@@ -100,8 +100,8 @@ class RecipeTELinear:
         # What the linear runs while the plan gives it the job's option.
         self._job_params = self._params_before_snip
         if self._job_recipe == BF16_RECIPE:
-            # A BF16 evaluation changes nothing in a BF16 job. `_before_forward` knows that by the
-            # object, so both have one, and stored weights are not replaced.
+            # A BF16 evaluation changes nothing in a BF16 job. `_before_forward` asks whether the
+            # parameters are this very object, and then replaces no stored weights.
             self._job_params = self._bf16_params
         # What the plan asks for; at first what the job runs.
         self._option = self.job_option
