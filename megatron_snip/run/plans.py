@@ -269,7 +269,8 @@ class RunPlans:
         """Return the seconds that a plan saves in each step against BF16.
 
         It is the time of the linears of the slowest stage in BF16, minus that of the slowest stage
-        under the plan, which can be another one, without pipeline bubbles. None without `--snip-cost time`, or if the tokens of a microbatch vary.
+        under the plan, which can be another one. Pipeline bubbles do not count. None without
+        `--snip-cost time`, or if the tokens of a microbatch vary.
         """
         table = self.available.calibration
         tokens = self._model.runtime.microbatch_tokens
