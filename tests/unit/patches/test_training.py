@@ -106,7 +106,8 @@ def test_the_state_is_saved_under_one_key(fake: Any, session: Session, ckpt_form
     session.controller = Mock()
     session.controller.state().to_dict.return_value = STATE
     assert save(fake, ckpt_format) == {"model": "model", "snip": STATE}
-    session.controller.state.assert_called_with(3)
+    # In the format torch some ranks write no file, so the state must not need all of them.
+    session.controller.state.assert_called_with(3, ckpt_format != "torch")
 
 
 def test_a_failure_does_not_cost_the_checkpoint(
