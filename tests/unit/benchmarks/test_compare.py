@@ -163,6 +163,18 @@ def test_the_table_and_the_figure_of_a_curve(
     assert (tmp_path / "curve.svg").read_text().startswith("<?xml")
 
 
+def test_variants_of_a_target_are_compared_although_their_shares_differ_a_little() -> None:
+    rows = [
+        {**PLACE, "seed": 0, "loss_bf16": 2.0, "variant": name, "target": target, **found}
+        for name, target, found in (
+            ("bf16", 0.0, {"share": 0.0, "loss": 2.0}),
+            ("snip-gemm", 0.9, {"share": 0.902, "loss": 2.01}),
+            ("grads-first", 0.9, {"share": 0.9, "loss": 2.02}),
+        )
+    ]
+    assert [list(found) for found in curve.curves(rows).values()] == [[0.901], [0.901]]
+
+
 def test_tables_are_written_between_the_marks_of_a_page(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     head = "before\n\n<!-- table --page: fp4 s -->\n"
