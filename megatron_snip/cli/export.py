@@ -250,7 +250,7 @@ def _print_required_flags(
     if needed.kind:
         print(
             f"--{needed.kind}-format is needed: without it Megatron-Core before 0.19 quantizes\n"
-            "weights only in the first iteration, and does not pad the tokens of experts."
+            "weights only in the first iteration, and no release pads the tokens of experts."
         )
         advice = "Do not add --fp8-param-gather or --fp4-param-gather."
         if stores_weights:
