@@ -125,8 +125,6 @@ class SimulatedLinear(ABC):
         **how: Any,
     ) -> Tensor:
         """Return Y under the option; `how` is `LinearCall`'s."""
-        # FSDP frees weights to save memory, so nothing as large is kept of them; and it takes the
-        # weight gradient from autograd.
         delayed = None
         if is_delayed(self.option.fprop):
             delayed = self._runtime.delayed.begin_call(
@@ -137,6 +135,8 @@ class SimulatedLinear(ABC):
                 self._runtime.is_training,
             )
             self._delayed_calls[placement] = delayed
+        # FSDP frees weights to save memory, so nothing as large is kept of them; and it takes the
+        # weight gradient from autograd.
         cache = None if self._weights_are_freed else self._runtime.weight_cache(placement)
         call = LinearCall(
             option=self.option,

@@ -56,7 +56,8 @@ NAN_AT_3 = """
 import os
 if "RANK" in os.environ:
     import megatron_snip.trainer.loop as loop
-    mean_loss, calls = loop.mean_loss, []
+    mean_loss = loop.mean_loss
+    calls = []
     def nan_loss(reports):
         calls.append(mean_loss(reports))
         return float("nan") if len(calls) == 3 else calls[-1]

@@ -182,7 +182,8 @@ def test_a_linear_is_measured_with_its_own_scales() -> None:
         job.step(2, 100.0)
     table, _ = observer.table([PLACEMENT.info], 1.0, None)
     (row,) = table.linears
-    delayed, current = row.formats["fp8_delayed"], row.formats["fp8_tensorwise"]
+    delayed = row.formats["fp8_delayed"]
+    current = row.formats["fp8_tensorwise"]
     assert delayed.weight_error_square == pytest.approx(current.weight_error_square, rel=0.2)
     assert delayed.input_error_square > 1e3 * current.input_error_square
     assert delayed.grad_error_square > 1e3 * current.grad_error_square
