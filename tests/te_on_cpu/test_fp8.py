@@ -4,7 +4,6 @@ from contextlib import ExitStack
 from typing import Any
 from unittest import mock
 
-import ml_dtypes
 import numpy as np
 import pytest
 import torch
@@ -20,9 +19,10 @@ from transformer_engine.pytorch.tensor.mxfp8_tensor import MXFP8Quantizer
 from tests.te_on_cpu import capability
 from tests.te_on_cpu.extension.operands import values_of
 
+ml_dtypes = pytest.importorskip("ml_dtypes")
 with mock.patch("torch.utils._triton.has_triton", return_value=False):  # it asks for the GPU
-    from torchao.prototype.mx_formats.config import ScaleCalculationMode
-    from torchao.prototype.mx_formats.mx_tensor import to_mx
+    mx_config = pytest.importorskip("torchao.prototype.mx_formats.config")
+    mx_tensor = pytest.importorskip("torchao.prototype.mx_formats.mx_tensor")
 
 FP8 = {
     "e4m3": (DType.kFloat8E4M3, torch.float8_e4m3fn, ml_dtypes.float8_e4m3fn, 448.0),
@@ -113,7 +113,7 @@ def test_mxfp8(kind: str) -> None:
     found = MXFP8Quantizer(code, rowwise=True, columnwise=True)(x)
     for columnwise in (False, True):
         matrix = x.t().contiguous() if columnwise else x
-        scale, data = to_mx(matrix, dtype, 32, ScaleCalculationMode.RCEIL)
+        scale, data = mx_tensor.to_mx(matrix, dtype, 32, mx_config.ScaleCalculationMode.RCEIL)
         values = data.float().reshape(*scale.shape, 32) * scale.float()[..., None]
         values = values.reshape(matrix.shape)
         assert torch.equal(values_of(found, columnwise), values.t() if columnwise else values)
