@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from megatron.core.utils import get_model_config
 
-from megatron_snip.collectives import any_rank, gather_json, unless_refused
+from megatron_snip.collectives import any_rank, attempt, gather_json, unless_refused
 from megatron_snip.config import Backend
 from megatron_snip.errors import UnsupportedError
 from megatron_snip.formats import Format
@@ -193,17 +193,23 @@ class PlannedModel:
         Args:
             of_all_ranks: all ranks: return those of the linears of the entire model.
         """
-        own = self.runtime.delayed.state_dict()
-        if not of_all_ranks:
-            return own
-        # Ranks that hold a shard or a replica have the same history; the first of them counts.
         topology = self.runtime.topology
-        placements = (each for linear in self.linears for each in linear.placements)
-        counted = {
-            each.instance: own[each.instance]
-            for each in placements
-            if each.instance in own and not each.tensor.rank and not topology.data_axis(each).rank
-        }
+        if not of_all_ranks:
+            return self.runtime.delayed.state_dict()
+
+        def counted_here() -> dict[str, str]:
+            # Ranks that hold a shard or a replica have the same history; the first of them counts.
+            own = self.runtime.delayed.state_dict()
+            placements = (each for linear in self.linears for each in linear.placements)
+            return {
+                each.instance: own[each.instance]
+                for each in placements
+                if each.instance in own
+                and not each.tensor.rank
+                and not topology.data_axis(each).rank
+            }
+
+        counted = attempt("saving histories of delayed scaling", counted_here, topology.control)
         parts = gather_json(counted, topology.control)
         return {name: text for part in parts for name, text in part.items()}
 

@@ -5,12 +5,16 @@ The history is 5 long, and an iteration has two microbatches, or four in the pip
 
 import base64
 import json
+from contextlib import nullcontext
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
+import torch.distributed as dist
 from megatron.core.utils import get_model_config
 
+from megatron_snip.errors import SnipError
 from megatron_snip.run.state import ControllerState
 from tests.distributed.launch import run_ranks
 from tests.distributed.layouts import EP2, PP2, RECOMPUTE, SP, TP2, names, results_on
@@ -56,6 +60,21 @@ def train(values: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def fail_to_save() -> str:
+    """On ranks: the last rank fails while its histories are saved; return what each rank raises."""
+    with layout({**NARROW, **TP2, "micro_batch_size": 1, "train_iters": END}) as trainer:
+        controller = trainer.controller(DELAYED)
+        trainer.advance(1, controller)
+        scaling = controller.model.runtime.delayed
+        broken = mock.patch.object(scaling, "state_dict", side_effect=MemoryError("no memory"))
+        with broken if dist.get_rank() == 1 else nullcontext(), pytest.raises(SnipError) as raised:
+            controller.state(1)
+        again = controller.state(1)
+        controller.close()
+    assert len(again.delayed_scaling) == 2 * 4
+    return str(raised.value)
+
+
 on_two = results_on(2, "tests.distributed.test_delayed_scaling:train", LAYOUTS)
 
 
@@ -92,3 +111,9 @@ def test_a_recomputed_forward_has_the_scales_of_the_first(on_two: Any) -> None:
     """In the pipeline other microbatches run between the two."""
     for rank in range(2):
         assert on_two("pipeline, recomputed")[rank] == on_two("pipeline")[rank]
+
+
+def test_all_ranks_learn_that_one_cannot_save_its_histories() -> None:
+    first, second = run_ranks(2, "tests.distributed.test_delayed_scaling:fail_to_save", {})
+    assert first == second
+    assert "rank 1" in first and "no memory" in first
