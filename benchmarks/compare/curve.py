@@ -175,7 +175,8 @@ def table(rows: list[dict[str, Any]]) -> str:
 def summary(rows: list[dict[str, Any]]) -> str:
     """Return SNIP per GEMM against the rule as a short table: one line for each share.
 
-    Columns without a value are left out: intervals and p need two seeds, the rest a curve.
+    A line is of the seeds that both have. Columns without a value are left out: intervals and p
+    need two seeds, the rest a curve.
     """
     rule = RIVALS[REFERENCE][0]
     both = [curves(rows, key) for key in LOSSES]
@@ -190,9 +191,11 @@ def summary(rows: list[dict[str, Any]]) -> str:
     )
     lines = []
     for share in sorted(set(both[0][REFERENCE]) & set(both[0][rule])):
-        gaps = [both[0][variant][share] for variant in (REFERENCE, rule)]
-        line = [f"{100 * share:.1f} %", str(len(analysis.paired(*gaps)))]
-        line += [str(analysis.mean_of(list(found.values()))) for found in gaps]
+        snip_gaps, rule_gaps = (both[0][variant][share] for variant in (REFERENCE, rule))
+        seeds = sorted(snip_gaps.keys() & rule_gaps.keys())
+        line = [f"{100 * share:.1f} %", str(len(seeds))]
+        for gaps in (snip_gaps, rule_gaps):
+            line.append(str(analysis.mean_of([gaps[seed] for seed in seeds])))
         line += [_differences([found], REFERENCE, rule, share) for found in both]
         line.append(_more(both[:1], REFERENCE, rule, share))
         lines.append(line)

@@ -175,6 +175,20 @@ def test_variants_of_a_target_are_compared_although_their_shares_differ_a_little
     assert [list(found) for found in curve.curves(rows).values()] == [[0.901], [0.901]]
 
 
+def test_a_line_of_the_short_table_is_of_the_seeds_that_both_have() -> None:
+    rows = []
+    for seed, variant, gap in (
+        (0, "snip-gemm", 10.0),
+        (1, "snip-gemm", 90.0),
+        (0, "grads-first", 30.0),
+    ):
+        place = {**PLACE, "seed": seed, "loss_bf16": 2.0}
+        found = {"target": 0.9, "share": 0.9, "loss": 2.0 + gap / 1e3}
+        rows.append({**place, "variant": "bf16", "target": 0.0, "share": 0.0, "loss": 2.0})
+        rows.append({**place, "variant": variant, **found})
+    assert "| 90.0 % | 1 | +10.0 | +30.0 | +20.0 |" in curve.summary(rows)
+
+
 def test_tables_are_written_between_the_marks_of_a_page(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     head = "before\n\n<!-- table --page: fp4 s -->\n"
