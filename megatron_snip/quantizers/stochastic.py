@@ -164,10 +164,8 @@ class StochasticStream:
         """
         if not self.column_map(cols).aligned:
             return self
-        counters = (self._index(rows, cols, LANES, device) >> 3).flatten()
-        parts = torch.split(counters, _COUNTERS)
-        drawn = torch.cat([random_bits16(part, self.key.word) for part in parts])
-        return replace(self, drawn=drawn)
+        counters = self._index(rows, cols, LANES, device).flatten() >> 3
+        return replace(self, drawn=random_bits16(counters, self.key.word))
 
     def bits16(self, rows: int, cols: int, device: torch.device | None = None) -> Tensor:
         """Return the numbers of a local [rows, cols] tensor, int16, the same on every device."""
@@ -226,36 +224,39 @@ def random_bits16(counters: Tensor, key: int) -> Tensor:
     Returns:
         [..., 8], int16, uniform over all 65536 values.
     """
+    packed = torch.empty((*counters.shape, 2), dtype=torch.int64, device=counters.device)
+    flat = counters.flatten()
+    parts = torch.split(flat, _COUNTERS)
+    for part, words in zip(parts, torch.split(packed.view(-1, 2), _COUNTERS), strict=True):
+        _draw_words(part, key, words)
+    return packed.view(torch.int16)
+
+
+def _draw_words(counters: Tensor, key: int, words: Tensor) -> None:
+    """Write the four 32-bit words of each counter [count] to `words`, int64 [count, 2]."""
     # On the CPU these are NumPy's operators, which start faster than PyTorch's.
     count: Any = counters if counters.is_cuda else counters.numpy()
+    packed: Any = words if words.is_cuda else words.numpy()
     key0 = key & _WORD
     key1 = (key >> 32) & _WORD
     # The first round is written out: with c2 = c3 = 0 half of its products vanish.
     c3 = (count & _WORD) * _MULTIPLIER_A
     c2 = ((c3 >> 32) ^ key1) & _WORD
-    c1 = 0
+    c1 = 0 * count
     c0 = (count >> 32) ^ key0
+    # The int64 products wrap, which leaves their 64 bits right. c1 and c3 hold the full product;
+    # the mask after the xor removes what is above 32 bits.
     for _ in range(NUM_ROUNDS - 1):
         key0 = (key0 + _WEYL_0) & _WORD
         key1 = (key1 + _WEYL_1) & _WORD
-        # The int64 products wrap, which leaves their 64 bits right. c1 and c3 hold the full
-        # product; the mask after the xor removes what is above 32 bits.
-        product_a = c0 * _MULTIPLIER_A
-        product_b = c2 * _MULTIPLIER_B
-        c0 = _mixed(product_b, c1, key0)
-        c2 = _mixed(product_a, c3, key1)
-        c1 = product_b
-        c3 = product_a
-    packed = torch.empty((*counters.shape, 2), dtype=torch.int64, device=counters.device)
-    packed[..., 0] = torch.as_tensor(c0 | (c1 << 32))
-    packed[..., 1] = torch.as_tensor(c2 | (c3 << 32))
-    return packed.view(torch.int16)
-
-
-def _mixed(product: Any, other: Any, key: int) -> Any:
-    """Return hi(product) ^ other ^ key, cut to 32 bits."""
-    word = product >> 32
-    word ^= other
-    word ^= key
-    word &= _WORD
-    return word
+        c0 *= _MULTIPLIER_A
+        c2 *= _MULTIPLIER_B
+        c1 ^= key0
+        c1 ^= c2 >> 32
+        c1 &= _WORD
+        c3 ^= key1
+        c3 ^= c0 >> 32
+        c3 &= _WORD
+        c0, c1, c2, c3 = c1, c2, c3, c0
+    packed[:, 0] = c0 | (c1 << 32)
+    packed[:, 1] = c2 | (c3 << 32)
