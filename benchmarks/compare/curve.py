@@ -8,7 +8,7 @@ for both policies, and the interval holds 95 % of the results.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from statistics import fmean
 from typing import Any
 
@@ -70,18 +70,22 @@ def share_at(shares: Sequence[float], gaps: Sequence[float], gap: float) -> floa
     return float(shares[k - 1] + step * (shares[k] - shares[k - 1]))
 
 
-def more_at_equal_loss(curve: Curve, rule: Curve, share: float) -> tuple[float, float, float]:
+def more_at_equal_loss(
+    curve: Curve, rule: Curve, share: float
+) -> tuple[float, float, float] | None:
     """Return how many percent more low FLOPs a curve has where its gap is the rule's at `share`.
 
     Returns:
         The value for the mean over all seeds, and the ends of its 95 % bootstrap interval. The
         value is NaN where the curve does not reach the rule's gap, the ends with fewer than three
-        seeds. A drawn curve that does not reach the gap counts as its largest share.
+        seeds. A drawn curve that does not reach the gap counts as its largest share, and one that
+        begins above it as its smallest. None if the curve is one point or less of the rule's
+        seeds.
     """
-    seeds = sorted(rule[share])
+    seeds = sorted(rule[share].keys() & curve.get(share, {}).keys())
     shares = sorted(s for s, gaps in curve.items() if set(seeds) <= set(gaps))
-    if not shares:
-        return float("nan"), float("nan"), float("nan")
+    if not seeds or len(shares) < 2:
+        return None
     gaps = np.array([[curve[s][seed] for s in shares] for seed in seeds])
     wanted = np.array([rule[share][seed] for seed in seeds])
 
@@ -101,21 +105,25 @@ def more_at_equal_loss(curve: Curve, rule: Curve, share: float) -> tuple[float, 
 
 
 PRIMARY_TARGETS = (0.85, 0.9, 0.95)
+PRIMARY_SEEDS = range(6)
+LATER_SEEDS = range(6, 9)
+"""Those of the preregistered difference, and those that repeat it."""
 
 
-def primary(rows: list[dict[str, Any]], key: str) -> str | None:
-    """Return the preregistered difference of grads-first and snip-gemm: a mean over targets.
+def primary(rows: list[dict[str, Any]], key: str, seeds: Container[int]) -> str | None:
+    """Return the difference of grads-first and snip-gemm, a mean over targets, of these seeds.
 
-    None if no seed has all of these targets.
+    None if none of them has all of these targets.
     """
+    rows = [row for row in rows if row["seed"] in seeds]
     bf16 = [row for row in rows if row["variant"] == "bf16"]
     differences = []
     for target in PRIMARY_TARGETS:
         gaps = analysis.gaps([*bf16, *(row for row in rows if row["target"] == target)], key)
         rule, snip = gaps.get("grads-first", {}), gaps.get(REFERENCE, {})
         differences.append({seed: rule[seed] - snip[seed] for seed in rule if seed in snip})
-    seeds = sorted(set.intersection(*map(set, differences)))
-    means = [float(np.mean([part[seed] for part in differences])) for seed in seeds]
+    pairs = sorted(set.intersection(*map(set, differences)))
+    means = [float(np.mean([part[pair] for part in differences])) for pair in pairs]
     if not means:
         return None
     each = ", ".join(f"{value:+.2f}" for value in means)
@@ -166,9 +174,10 @@ def table(rows: list[dict[str, Any]]) -> str:
     head = (title, *(f"{100 * s:.1f} %" for s in shares))
     texts = [analysis.markdown(head, lines), ""]
     for evaluated, key in zip(("in the plan's precision", "in BF16"), LOSSES, strict=True):
-        found = primary(rows, key)
-        if found is not None:
-            texts.append(f"- {evaluated}: {found}")
+        for name, of_seeds in (("", PRIMARY_SEEDS), ("the repetition, ", LATER_SEEDS)):
+            found = primary(rows, key, of_seeds)
+            if found is not None:
+                texts.append(f"- {name}{evaluated}: {found}")
     return "\n".join(texts).strip()
 
 
@@ -224,25 +233,30 @@ def _differences(both: Sequence[Mapping[str, Curve]], snip: str, rule: str, shar
 def _more(both: Sequence[Mapping[str, Curve]], snip: str, rule: str, share: float) -> str:
     """Return percent more low FLOPs; nothing where few plans differ or all are alike.
 
-    Nothing either where SNIP's curve is one point.
+    Nothing either where SNIP's curve is one point of the rule's seeds.
     """
-    if share not in both[0][rule] or not 0.7 < share < 1.0 or len(both[0][snip]) < 2:
+    if share not in both[0][rule] or not 0.7 < share < 1.0:
         return ""
-    return " / ".join(
-        _percent(more_at_equal_loss(found[snip], found[rule], share)) for found in both
-    )
+    each = [more_at_equal_loss(found[snip], found[rule], share) for found in both]
+    return " / ".join(_percent(more) for more in each if more is not None)
 
 
 def _saved(gpu: Gpu, found: Mapping[str, Curve], rule: str, share: float) -> str:
     """Return the predicted time saved at equal loss; nothing where it is not known."""
     if share not in found[rule] or not 0.7 < share < 1.0:
         return ""
-    more = more_at_equal_loss(found[REFERENCE], found[rule], share)[0]
-    return "" if np.isnan(more) else f"{percent_saved(gpu, share, more):.1f} %"
+    more = more_at_equal_loss(found[REFERENCE], found[rule], share)
+    if more is None or np.isnan(more[0]):
+        return ""
+    return f"{percent_saved(gpu, share, more[0]):.1f} %"
 
 
 def _percent(found: tuple[float, float, float]) -> str:
     value, low, high = found
     if np.isnan(value):
         return "not reached"
-    return f"{value:+.1f} %" + ("" if np.isnan(low) else f" [{low:+.1f}, {high:+.1f}]")
+    if np.isnan(low):
+        return f"{value:+.1f} %"
+    # SNIP's curve begins at the rule's share: it cannot be seen to have fewer low FLOPs.
+    least = "≤ 0" if low == 0.0 else f"{low:+.1f}"
+    return f"{value:+.1f} % [{least}, {high:+.1f}]"

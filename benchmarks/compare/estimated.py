@@ -3,6 +3,10 @@
 A plan's cost is the sum of the costs of its low GEMMs, by the regression of `forks`. All plans are
 made from the scores of one checkpoint and judged by runs from the same checkpoint. Errors are those
 of the regression; that costs add up is an assumption, whose share of variance `forks` prints.
+
+Every branch of `forks` has half of the GEMMs low. So a constant can move from the intercepts to all
+costs without a change of the fit (`analysis.regress` takes the solution of least norm): differences
+of plans with equally many low GEMMs are identified, the level of a plan is not.
 """
 
 from __future__ import annotations
@@ -42,7 +46,7 @@ class Estimate:
         return float(self.low[variant][share] @ self.fit.costs.cost)
 
     def error(self, change: np.ndarray) -> float:
-        """Return the standard error of a cost, or of a difference of costs."""
+        """Return the standard error of a difference of plans' costs."""
         return float(np.sqrt(change @ self.fit.costs.covariance @ change))
 
 
@@ -109,14 +113,8 @@ def _problem(fit: Fit, formats: Formats, granularity: Granularity) -> PlanningPr
 def estimate_table(found: Estimate) -> str:
     """Return the cost of every variant at every share, and the differences to SNIP's plans."""
     shares = sorted(next(iter(found.low.values())))
-    head = ("cost ± standard error", *(f"{100 * share:.1f} %" for share in shares))
-    lines = [
-        (
-            variant,
-            *(f"{found.cost(variant, s):.1f} ± {found.error(curve[s]):.1f}" for s in shares),
-        )
-        for variant, curve in found.low.items()
-    ]
+    head = ("cost", *(f"{100 * share:.1f} %" for share in shares))
+    lines = [(variant, *(f"{found.cost(variant, s):.1f}" for s in shares)) for variant in found.low]
     texts = [analysis.markdown(head, lines)]
     lines = []
     more = []
@@ -129,7 +127,7 @@ def estimate_table(found: Estimate) -> str:
             ]
             lines.append((f"{rule} - {snip}", *cells))
             more.append((f"{snip} over {rule}", *(_more(found, snip, rule, s) for s in shares)))
-    texts.append(analysis.markdown(("difference", *head[1:]), lines))
+    texts.append(analysis.markdown(("difference ± standard error", *head[1:]), lines))
     texts.append(analysis.markdown(("more low FLOPs at equal cost", *head[1:]), more))
     return "\n\n".join(texts)
 

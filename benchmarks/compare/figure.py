@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 
 from benchmarks.compare import analysis
 from benchmarks.compare.curve import VARIANTS, Curve, curves
@@ -32,12 +33,17 @@ STYLES = dict(
 )
 """Color, marker and line of each variant; lines are dashed where a linear has one format."""
 
+LEAST_SEEDS = 3
+
 OFFSET = 0.25
 """Percent between the markers of two variants at the same share."""
 
 
 def draw(rows: list[dict[str, Any]], estimates: Mapping[str, Estimate], path: Path) -> None:
     """Draw a panel for each format: lines are estimates by `forks`, markers are trained runs.
+
+    An estimate that explains nothing of unseen branches has no lines. A marker is the mean of at
+    least LEAST_SEEDS seeds.
 
     Args:
         rows: of `policies` with targets, of one setup and scenario.
@@ -48,7 +54,7 @@ def draw(rows: list[dict[str, Any]], estimates: Mapping[str, Estimate], path: Pa
     figure = Figure(figsize=(5.4 * len(formats), 4.3), layout="constrained")
     panels = figure.subplots(1, len(formats), squeeze=False)[0]
     for panel, low in zip(panels, formats, strict=True):
-        if low in estimates:
+        if low in estimates and estimates[low].fit.costs.additivity > 0:
             _draw_estimate(panel, estimates[low])
         _draw_runs(panel, curves(row for row in rows if row["low"] == low))
         panel.set_title(TITLES.get(low, low))
@@ -56,7 +62,11 @@ def draw(rows: list[dict[str, Any]], estimates: Mapping[str, Estimate], path: Pa
         panel.set_ylabel("held-out loss over BF16 (1e-3 nat)")
         panel.set_ylim(bottom=0)
         panel.grid(alpha=0.3)
-    panels[0].legend(frameon=False, fontsize=8)
+    handles = [
+        Line2D([], [], color=color, marker=marker, linestyle=line, ms=5, lw=1.2, label=variant)
+        for variant, (color, marker, line) in STYLES.items()
+    ]
+    panels[0].legend(handles=handles, frameon=False, fontsize=8)
     figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
 
 
@@ -64,21 +74,19 @@ def _draw_estimate(panel: Axes, estimate: Estimate) -> None:
     for variant, (color, _, line) in STYLES.items():
         shares = np.array(sorted(estimate.low[variant]))
         costs = np.array([estimate.cost(variant, share) for share in shares])
-        errors = np.array([estimate.error(estimate.low[variant][share]) for share in shares])
-        panel.plot(100 * shares, costs, line, color=color, lw=1.2, label=variant)
-        if variant in ("snip-gemm", "grads-first"):
-            low, high = costs - errors, costs + errors
-            panel.fill_between(100 * shares, low, high, color=color, alpha=0.12, lw=0)
+        panel.plot(100 * shares, costs, line, color=color, lw=1.2)
 
 
 def _draw_runs(panel: Axes, found: Mapping[str, Curve]) -> None:
     for k, (variant, (color, marker, _)) in enumerate(STYLES.items()):
         for share, gaps in found.get(variant, {}).items():
+            if len(gaps) < LEAST_SEEDS:
+                continue
             mean = analysis.mean_of(list(gaps.values()))
             panel.errorbar(
                 100 * share + OFFSET * (k - 2.5) * (share < 1.0),
                 mean.mean,
-                yerr=None if np.isnan(mean.half) else mean.half,
+                yerr=mean.half,
                 fmt=marker,
                 color=color,
                 ms=5,

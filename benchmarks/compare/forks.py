@@ -167,8 +167,12 @@ def fork_table(fitted: Fit) -> str:
     """Return the costs of GEMMs by kind, the rank correlation of scores, and plan regrets."""
     costs, flops = fitted.costs, fitted.flops
     gemms = np.array([gemm for _, gemm in fitted.items])
-    by_gemm = {gemm.name.lower(): costs.cost[gemms == gemm] for gemm in Gemm}
-    kinds = [(g, f"{np.sum(c):+.1f}", f"{np.max(c):+.2f}") for g, c in by_gemm.items()]
+    kinds = []
+    for gemm in Gemm:
+        of_kind = gemms == gemm
+        error = float(np.sqrt(of_kind @ costs.covariance @ of_kind))
+        total = f"{costs.cost[of_kind].sum():+.1f} ± {error:.1f}"
+        kinds.append((gemm.name.lower(), total, f"{costs.cost[of_kind].max():+.2f}"))
     best = costs.cost[analysis.best_items(costs.cost, flops, TARGET)].sum()
     fprop = gemms == Gemm.FPROP
     snip = analysis.best_items(np.array(fitted.scores["snip"]), flops, TARGET)
@@ -189,7 +193,9 @@ def fork_table(fitted: Fit) -> str:
             f"{fitted.num_runs} runs. Standard error of a GEMM's cost "
             f"{np.sqrt(np.diag(costs.covariance)).mean():.2f}; residual {costs.residual:.2f}; "
             f"held-out share of variance explained {costs.additivity:.2f}.",
-            analysis.markdown(("GEMM", "cost of all", "largest cost of one"), kinds),
+            analysis.markdown(
+                ("GEMM", "cost of all ± standard error", "largest cost of one"), kinds
+            ),
             analysis.markdown(
                 (
                     "score",

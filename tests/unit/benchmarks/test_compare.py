@@ -92,6 +92,43 @@ def test_share_at_equal_loss() -> None:
     snip = {share: dict.fromkeys(seeds, 10 * share) for share in shares}
     rule = {0.5: dict.fromkeys(seeds, 6.0)}
     assert curve.more_at_equal_loss(snip, rule, 0.5) == pytest.approx((20.0, 20.0, 20.0))
+    assert curve.more_at_equal_loss({0.5: snip[0.5]}, rule, 0.5) is None
+    assert curve.more_at_equal_loss({0.5: {(9, 0): 1.0}}, rule, 0.5) is None
+    # A curve that begins at the rule's share, above the rule's gap.
+    assert curve.more_at_equal_loss(snip, {0.5: dict.fromkeys(seeds, 4.0)}, 0.5) == (0, 0, 0)
+
+
+def test_an_interval_that_ends_where_the_curve_begins_says_so() -> None:
+    rows = []
+    for seed, rule_gap in ((0, 1.0), (1, 6.0), (2, 6.0)):
+        place = {**PLACE, "seed": seed, "loss_bf16": 2.0}
+        rows.append({**place, "variant": "bf16", "target": 0.0, "share": 0.0, "loss": 2.0})
+        for variant, target, gap in (
+            ("snip-gemm", 0.85, 4.0),
+            ("snip-gemm", 0.95, 8.0),
+            ("grads-first", 0.85, rule_gap),
+        ):
+            found = {"target": target, "share": target, "loss": 2.0 + gap / 1e3}
+            rows.append({**place, "variant": variant, **found})
+    assert "% [≤ 0, +" in curve.summary(rows)
+
+
+def test_seeds_that_repeat_the_preregistered_difference_are_not_of_it() -> None:
+    rows = []
+    for seed in (5, 6):
+        place = {**PLACE, "seed": seed, "loss_bf16": 2.0}
+        rows.append({**place, "variant": "bf16", "target": 0.0, "share": 0.0, "loss": 2.0})
+        for target in curve.PRIMARY_TARGETS:
+            for variant, gap in (("snip-gemm", 1.0), ("grads-first", seed)):
+                found = {"target": target, "share": target, "loss": 2.0 + gap / 1e3}
+                rows.append({**place, "variant": variant, **found})
+    table = curve.table(rows)
+    assert (
+        "- in the plan's precision: grads-first - snip-gemm, mean of (0.85, 0.9, 0.95): +4.0"
+        in table
+    )
+    assert "- the repetition, in the plan's precision: grads-first - snip-gemm" in table
+    assert "+5.00)" in table
 
 
 def test_remembered_random_numbers_are_those_drawn_anew() -> None:
@@ -148,9 +185,11 @@ def test_the_table_and_the_figure_of_a_curve(
     # On average the slopes are 11 and 13: 13 * 0.8 is 11 * 0.945, and 13 * 0.85 is beyond 95 %.
     assert lines[5].split("|")[2].startswith(" +18.2 % [")
     assert lines[5].split("|")[3].startswith(" not reached")
-    more = curve.more_at_equal_loss(*curve.curves(rows).values(), 0.8)[0]
+    more = curve.more_at_equal_loss(*curve.curves(rows).values(), 0.8)
+    assert more is not None
     for line, gpu in zip(lines[6:8], times.GPUS, strict=True):
-        assert line.endswith(f"{gpu.name} | {times.percent_saved(gpu, 0.8, more):.1f} % |  |  |  |")
+        saved = times.percent_saved(gpu, 0.8, more[0])
+        assert line.endswith(f"{gpu.name} | {saved:.1f} % |  |  |  |")
     assert "mean of (0.85, 0.9, 0.95): +1.8 ± 0.0" in lines[9]
     head, _, *short = curve.summary(rows).splitlines()
     assert head.startswith("| share of FLOPs | seeds | `snip-gemm` | `grads-first` |")
