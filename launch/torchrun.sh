@@ -31,18 +31,37 @@ fi
 program=${1:-}
 if [ "$program" = --cpu ]; then program=${2:-}; fi
 
+# Print the words of an argument file, one per line. megatron_snip/cli/script.py reads it for the ranks:
+# quotes are a shell's, and outside them # begins a comment.
+words_of() {
+  sed -E "s/^(([^#\"']|\"[^\"]*\"|'[^']*')*)#.*/\1/" "$1" | xargs printf '%s\n'
+}
+# Refuse flags for folders: a job that saves in one folder and loads from another would not resume.
+refuse_folders() { # [ in FILE] WORD...
+  local where=$1 word
+  shift
+  for word in "$@"; do
+    case $word in
+      --save | --save=* | --load | --load=*)
+        echo "${0##*/}: checkpoints are in SNIP_CHECKPOINTS ($SNIP_CHECKPOINTS); drop $word$where" >&2
+        exit 2
+        ;;
+    esac
+  done
+}
+
 # Both programs have the same flags for folders. Megatron's scripts need a flag to handle a signal.
 checkpoints=()
 if [ -n "$SNIP_CHECKPOINTS" ]; then
   checkpoints=(--save "$SNIP_CHECKPOINTS" --load "$SNIP_CHECKPOINTS")
+  refuse_folders "" "$@"
   for word in "$@"; do
-    case $word in
-      --save | --save=* | --load | --load=*)
-        # A job that saves in one folder and loads from another would not resume.
-        echo "${0##*/}: checkpoints are in SNIP_CHECKPOINTS ($SNIP_CHECKPOINTS); drop $word" >&2
-        exit 2
-        ;;
-    esac
+    file=${word#@}
+    # A pipe can be read once, by a rank.
+    if [ "$file" != "$word" ] && [ -f "$file" ]; then
+      mapfile -t words < <(words_of "$file")
+      refuse_folders " in $file" "${words[@]}"
+    fi
   done
 fi
 case $program in

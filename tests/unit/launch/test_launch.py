@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 from torch.distributed.run import parse_args
 
+from megatron_snip.cli.script import expand
+
 LAUNCH = Path(__file__).parents[3] / "launch"
 SYSTEM_PATH = "/usr/local/bin:/usr/bin:/bin"
 
@@ -99,6 +101,44 @@ def test_both_programs_save_and_go_on_in_one_folder(tmp_path: Path) -> None:
     signals = ["--exit-signal-handler", "--exit-signal", "SIGUSR1"]
     begin = script.index("--cpu")
     assert script[begin:] == [*words, *both, *signals]
+
+
+def refusal(folder: Path, *words: str) -> str:
+    """Return the line with which a job with SNIP_CHECKPOINTS refuses `words`."""
+    done = run_script(folder, "torchrun.sh", *words, SNIP_CHECKPOINTS="/c")
+    assert (done.returncode, done.stdout) == (2, "")
+    return done.stderr
+
+
+@pytest.mark.parametrize("flag", ["--save", "--save=/d", "--load", "--load=/d"])
+def test_another_folder_is_refused(tmp_path: Path, flag: str) -> None:
+    line = f"torchrun.sh: checkpoints are in SNIP_CHECKPOINTS (/c); drop {flag}\n"
+    assert refusal(tmp_path, "train", flag, "/d") == line
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "--load /d",
+        "--lr 1 # a comment's quote\n  --load=/d",
+        "--wandb-exp-name 'run #3' --load /d",
+        '"--load" "/d"',
+    ],
+)
+def test_another_folder_in_an_argument_file_is_refused(tmp_path: Path, text: str) -> None:
+    (tmp_path / "a b.args").write_text(text)
+    (flag,) = [word for word in expand([f"@{tmp_path}/a b.args"]) if word.startswith("--load")]
+    line = f"torchrun.sh: checkpoints are in SNIP_CHECKPOINTS (/c); drop {flag} in a b.args\n"
+    assert refusal(tmp_path, "pretrain_gpt.py", "--snip", "@a b.args") == line
+
+
+def test_an_argument_file_without_folders_is_accepted(tmp_path: Path) -> None:
+    text = "# without --save /d\n--save-interval 5 # not --load\n--wandb-exp-name 'a --save'\n"
+    (tmp_path / "job.args").write_text(text)
+    words = ["pretrain_gpt.py", "@job.args", "@missing.args", "@"]
+    (command,) = dry_run(tmp_path, "torchrun.sh", *words, SNIP_CHECKPOINTS="/c")
+    begin = command.index("pretrain_gpt.py")
+    assert command[begin : begin + 4] == words
 
 
 @pytest.mark.parametrize("words", [[], ["--dry-run"], ["--cpu"], ["plan"], ["--snip"]])
