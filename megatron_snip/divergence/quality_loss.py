@@ -23,7 +23,8 @@ for it. The factors come from brute force on one model (5 layers of width 192), 
 docs/measuring.md judges them on others.
 
 The scores of the baselines are sums over the GEMMs. A and B are the operands of a GEMM, and C is
-the third of X, W and G; `norms` is the paper's bound:
+the third of X, W and G. Each operand has one error in all GEMMs: that of X and W as fprop tiles
+them, and of G as wgrad does. `norms` is a bound by Frobenius norms, after the paper's:
 
     abs_error = sum of |Q(A) - A| + |Q(B) - B|
     rel_error = sum of |Q(A) - A| / |A| + |Q(B) - B| / |B|
