@@ -33,8 +33,8 @@ from megatron_snip.run.step import (
     StepLoss,
     TrainingStep,
     gradients_are_finite,
+    prepare_next_pass,
     tolerating_non_finite,
-    zero_gradients,
 )
 
 MAX_REFUSED = 16
@@ -170,7 +170,7 @@ class Guard:
 
         def run_again(under: PrecisionPlan) -> Results:
             snapshot.restore()
-            zero_gradients(step.chunks, self._optimizer)
+            prepare_next_pass(step.chunks, self._optimizer)
             self._model.apply(under.linears)
             return self._run(iteration, step)
 

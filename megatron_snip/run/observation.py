@@ -37,8 +37,8 @@ from megatron_snip.run.guard import Outcome
 from megatron_snip.run.step import (
     StepLoss,
     TrainingStep,
+    prepare_next_pass,
     tolerating_non_finite,
-    zero_gradients,
 )
 from megatron_snip.statistics.health_table import HealthTable, LinearHealth
 from megatron_snip.statistics.observer import StepObserver
@@ -197,7 +197,7 @@ class Observations:
         with observation.running(), tolerating_non_finite(), runtime.training_pass(iteration):
             step.run()
         before.restore()
-        zero_gradients(step.chunks, self._optimizer)
+        prepare_next_pass(step.chunks, self._optimizer)
         observation.observer.seconds = time.perf_counter() - begin
 
     def watching(self, observation: Observation | None) -> AbstractContextManager[None]:

@@ -15,6 +15,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, rerun_state_machine
+from megatron.core.full_cuda_graph import FullCudaGraphWrapper
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.utils import get_model_config
 
 from megatron_snip.collectives import any_rank, sum_over
@@ -137,6 +139,39 @@ def zero_gradients(chunks: Sequence[torch.nn.Module], optimizer: Any) -> None:
         if zero is not None:
             zero()
     optimizer.zero_grad()
+
+
+def prepare_next_pass(chunks: Sequence[torch.nn.Module], optimizer: Any) -> None:
+    """Make ready for another forward-backward of a step, as `train_step` does before each.
+
+    With `--reuse-grad-buf-for-mxfp8-param-ag` and `--overlap-param-gather` a forward gathers the
+    weights out of the gradient buffers. Zeroing erased them there, so the optimizer copies them to
+    the buffers again. It does not where the forward gathers nothing, because what is left in the
+    buffers would count as gradients.
+
+    Args:
+        chunks: the model's.
+        optimizer: Megatron's.
+    """
+    zero_gradients(chunks, optimizer)
+    if not any(map(_gathers_from_gradient_buffers, chunks)):
+        return
+    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+        if isinstance(part, DistributedOptimizer):
+            part._copy_main_params_to_param_buffer()
+
+
+def _gathers_from_gradient_buffers(chunk: torch.nn.Module) -> bool:
+    """Return whether a chunk's next forward gathers weights that share a buffer with gradients."""
+    config: Any = getattr(chunk, "ddp_config", None)
+    if not getattr(config, "reuse_grad_buf_for_mxfp8_param_ag", False):
+        return False
+    if not config.overlap_param_gather:
+        return False
+    # The hooks are removed while weights are already gathered, for example in a first iteration.
+    # A graph of the complete iteration gathers without them.
+    hooks: Any = getattr(chunk, "remove_forward_pre_hook_handles", {})
+    return bool(hooks) or FullCudaGraphWrapper.cuda_graph["training"] is not None
 
 
 class StepLoss:

@@ -10,6 +10,8 @@ JOBS = {
     "nvfp4": ("te dp2", [*NVFP4, "--fp4-param-gather"]),
     "tensorwise": ("te dp2", [*TENSORWISE, STORED]),
     "tensorwise, FSDP": ("te megatron-fsdp", [*TENSORWISE, STORED]),
+    # A measured iteration of fused MLPs has a pass of its own before the pass that counts.
+    "mxfp8, fused": ("te dp2", [*GATHERED_BF16, "--use-transformer-engine-op-fuser"]),
 }
 PLANS = [*SMALL, "--train-iters", "6", *SNIP]
 """A plan runs from iteration 5 on."""
@@ -17,9 +19,9 @@ UNCLIPPED = ["--clip-grad", "0"]
 """The norm of all gradients is added up in the order of buckets, and stored weights have others."""
 
 
-@pytest.mark.parametrize("job", ["tensorwise", "tensorwise, FSDP"])
+@pytest.mark.parametrize("job", ["tensorwise", "tensorwise, FSDP", "mxfp8, fused"])
 def test_measuring_changes_no_bit(te_lab: Lab, job: str) -> None:
-    """Jobs with MXFP8 and NVFP4 are in test_contracts.py."""
+    """Other jobs with MXFP8 and NVFP4 are in test_contracts.py."""
     layout, flags = JOBS[job]
     plain = te_lab.run(layout, [*flags, *SHORT])
     collected = te_lab.run(layout, [*flags, *SHORT, *COLLECT_ONLY])
@@ -38,6 +40,17 @@ def test_a_plan_runs_on_exact_weights_where_megatron_gathers_bf16(te_lab: Lab) -
         result["losses"] for result in truth.finished()
     ]
     assert applied_plans(stored) == applied_plans(truth) == [5]
+
+
+def test_a_repeated_pass_gathers_the_same_weights_from_the_gradient_buffer(te_lab: Lab) -> None:
+    """Each plan breaks its first iteration and is reverted, as if there had been none."""
+    flags = [*GATHERED_BF16, *SMALL, "--train-iters", "6"]
+    plans = [*SNIP, "--snip-formats", "bf16,fp8,fp4"]
+    run = te_lab.run("te dp2", [*flags, *plans], {"TINY_BREAK": "1"})
+    plain = te_lab.run("te dp2", flags)
+    assert "iteration 5: reverted" in run.logs[0], run.report
+    assert logged(run) == logged(plain)
+    assert weights(run) == weights(plain)
 
 
 @pytest.mark.parametrize(("job", "formats"), [("nvfp4", "bf16,fp4"), ("tensorwise", "bf16,fp8")])
