@@ -52,7 +52,7 @@ def page() -> str:
         head = TRAIN if name == "train" else f"## megatron-snip {name}\n"
         parser = _parser_of(name)
         parts += [head, f"{text[0].upper()}{text[1:]}.\n"]
-        parts += _groups(parser, leave_out=("--snip-", "--snip"))
+        parts += _groups(parser, leave_out=_flags_of(_snip()))
     return "\n".join(part.rstrip() + "\n" for part in parts)
 
 
@@ -62,11 +62,15 @@ def _snip() -> argparse.ArgumentParser:
     return parser
 
 
+def _flags_of(parser: argparse.ArgumentParser) -> frozenset[str]:
+    return frozenset(flag for action in parser._actions for flag in action.option_strings)
+
+
 def _script_only() -> argparse.ArgumentParser:
     """What Megatron scripts take that is no field of SnipConfig."""
     parser = argparse.ArgumentParser(add_help=False)
     add_snip_arguments(parser)
-    known = {flag for action in _snip()._actions for flag in action.option_strings}
+    known = _flags_of(_snip())
     for group in parser._action_groups:
         group._group_actions = [a for a in group._group_actions if not known & {*a.option_strings}]
     return parser
@@ -80,7 +84,9 @@ def _parser_of(name: str) -> argparse.ArgumentParser:
     return found
 
 
-def _groups(parser: argparse.ArgumentParser, leave_out: tuple[str, ...] = ()) -> Iterator[str]:
+def _groups(
+    parser: argparse.ArgumentParser, leave_out: frozenset[str] = frozenset()
+) -> Iterator[str]:
     """One table a group of flags."""
     for group in parser._action_groups:
         rows = [row for action in group._group_actions for row in _rows(action, leave_out)]
@@ -90,11 +96,11 @@ def _groups(parser: argparse.ArgumentParser, leave_out: tuple[str, ...] = ()) ->
             yield f"### {title[0].upper()}{title[1:]}\n\n" + "\n".join(lines) + "\n"
 
 
-def _rows(action: argparse.Action, leave_out: tuple[str, ...]) -> Iterable[str]:
+def _rows(action: argparse.Action, leave_out: frozenset[str]) -> Iterable[str]:
     flags = action.option_strings
     if action.help is argparse.SUPPRESS or isinstance(action, argparse._HelpAction):
         return
-    if any(_matches(flag, out) for flag in flags for out in leave_out):
+    if leave_out.intersection(flags):
         return
     text = (action.help or "").replace("%%", "%")
     text, default = _default(text)
@@ -102,10 +108,6 @@ def _rows(action: argparse.Action, leave_out: tuple[str, ...]) -> Iterable[str]:
     name = ", ".join(f"`{flag}`" for flag in flags) or f"`{value}`"
     shown = f"`{value}`" if value and flags else ""
     yield f"| {name} | {_cell(shown)} | {_cell(default)} | {_cell(text)} |"
-
-
-def _matches(flag: str, pattern: str) -> bool:
-    return flag.startswith(pattern) if pattern.endswith("-") else flag == pattern
 
 
 def _value(action: argparse.Action) -> str:

@@ -57,7 +57,7 @@ FAST_FLAGS: tuple[FlagRow, ...] = (
         "--fp8-param-gather with --reuse-grad-buf-for-mxfp8-param-ag",
         lambda args: _stores_weights(args) and not _has_megatron_fsdp(args) and _gathers_bf16(args),
         plans="runs",
-        text="a linear whose option is not the job's multiplies a copy of the BF16 weight that "
+        text="GEMMs of a linear whose option is not the job's read a copy of the BF16 weight that "
         "Megatron gathers",
         num_recipes=46,
     ),

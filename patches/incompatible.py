@@ -126,9 +126,13 @@ INCOMPATIBLE_FLAGS: tuple[FlagRow, ...] = (
 """Refused in every run; none of the published recipes has one."""
 
 UNPLANNED_MODULES = {
-    "GroupedMLP": "drop --moe-grouped-gemm",
+    "GroupedMLP": "drop --moe-use-legacy-grouped-gemm, or under --transformer-impl local "
+    "--moe-grouped-gemm; Transformer Engine's grouped experts (TEGroupedMLP) are planned",
 }
-"""Classes of modules that multiply without linears -> what to do."""
+"""Classes of modules whose GEMMs are not in linear modules -> what to do.
+
+GroupedMLP is Megatron's own, last in 0.16: TEGroupedMLP has linears.
+"""
 
 
 def check_flags(args: Namespace, collect_only: bool) -> tuple[FlagRow, ...]:
@@ -161,7 +165,8 @@ def check_modules(model: Sequence[torch.nn.Module]) -> None:
         for path, module in chunk.named_modules():
             paths.setdefault(type(module).__name__, []).append(path)
     refusals = [
-        f"--snip cannot plan {listing(paths[kind], 1)}: {kind} multiplies without linears; {remedy}"
+        f"--snip cannot plan {listing(paths[kind], 1)}: the GEMMs of {kind} are not in linear "
+        f"modules; {remedy}"
         for kind, remedy in UNPLANNED_MODULES.items()
         if kind in paths
     ]

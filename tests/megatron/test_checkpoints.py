@@ -71,19 +71,34 @@ def test_other_parallel_sizes_keep_the_plan(lab: Lab, layout: str) -> None:
     assert len(new["stages"]) == (2 if layout == "pp2" else 1)
 
 
-def test_a_checkpoint_without_snip_starts_from_the_initial_plan(lab: Lab) -> None:
-    directory = lab.output("without")
-    lab.run("one", saving(directory)).finished()
-    again = resumed(lab, "one", directory, "--ckpt-step", "7")
+FORMATS = pytest.mark.parametrize(
+    ("layout", "flags"), [("tp2", ()), ("tp2", TORCH_FORMAT), ("one megatron-fsdp", ())]
+)
+"""Of checkpoints: torch_dist, torch and fsdp_dtensor."""
+
+
+@FORMATS
+def test_a_checkpoint_without_snip_starts_from_the_initial_plan(
+    lab: Lab, layout: str, flags: tuple[str, ...]
+) -> None:
+    directory = lab.output(f"without-{layout}-{'-'.join(flags)}")
+    lab.run(layout, [*saving(directory), *flags]).finished()
+    again = resumed(lab, layout, directory, "--ckpt-step", "7", *flags)
     again.finished()
     assert any("the checkpoint of iteration 7 has no SNIP state" in x for x in snip_lines(again))
     assert any("starts with the uniform-bf16 plan" in x for x in snip_lines(again))
 
 
-def test_a_checkpoint_with_snip_loads_without(lab: Lab) -> None:
-    load = killed(lab, "tp2")
-    again = lab.run("tp2", ["--load", str(load)])
-    again.finished()
+@FORMATS
+def test_a_checkpoint_with_snip_loads_without(
+    lab: Lab, layout: str, flags: tuple[str, ...]
+) -> None:
+    """With `-m megatron_snip` before the script, and in Megatron alone."""
+    load = killed(lab, layout, *flags)
+    again = lab.run(layout, ["--load", str(load), *flags])
+    plain = lab.run(layout, ["--load", str(load), *flags], plain=True)
+    assert weights(again) == weights(plain)
+    assert len(logged(plain)) == 3  # iterations 8 to 10
     assert not snip_lines(again)
 
 
