@@ -3,13 +3,15 @@
 The commands are those of docs/two-phases.md.
 """
 
+import re
 from pathlib import Path
 
 import pytest
 
 from megatron_snip.__main__ import main
 from megatron_snip.planning.plan import read_plan
-from tests.megatron.lab import COLLECT_ONLY, SNIP, Lab, logged
+from tests.megatron import lab as settings
+from tests.megatron.lab import COLLECT_ONLY, PP2, SCRIPT, SNIP, TE, Lab, logged
 from tests.processes import ROOT
 from tests.unit.docs.shown_commands import commands_in
 
@@ -33,11 +35,14 @@ def shown(*having: str) -> list[str]:
 
 
 FLAGS = shown("torchrun", "runs/stored.yaml")
-FLAGS = FLAGS[FLAGS.index("@my-arguments.args") + 1 :]
+FLAGS = FLAGS[FLAGS.index("$MY_ARGUMENTS") + 1 :]
 """Of the long job."""
 FILE = FLAGS.index("--te-precision-config-file")
+PROBLEM = "checkpoints/measured/snip/problems/1500.json"
 JOB = [word for word in FLAGS[:FILE] + FLAGS[FILE + 2 :] if word not in STORED]
 """The long job with BF16 weights and without a plan."""
+BY_STAGE = re.search(r"^```python\n(# by_stage\.py\n.*?)^```", PAGE.read_text(), re.M | re.S)
+"""The script that gives each rank the file of its pipeline stage."""
 
 
 @pytest.fixture(scope="module")
@@ -47,14 +52,14 @@ def files(te_lab: Lab, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Pa
     measured = te_lab.run(LAYOUT, [*MODEL, *JOB, *SHORT, *COLLECT_ONLY, *FORMATS])
     measured.finished()
     paths = {
-        "runs/demo/problems/126.json": measured.output / "problems" / "3.json",
-        "runs/static.json": folder / "static.json",
+        PROBLEM: measured.output / "problems" / "3.json",
+        "runs/mxfp8.json": folder / "mxfp8.json",
         "runs/stored.yaml": folder / "stored.yaml",
         "imported": folder / "imported.json",
     }
-    for having in (("plan", "runs/static.json"), ("export", "runs/stored.yaml")):
+    for having in (("plan", "runs/mxfp8.json"), ("export", "runs/stored.yaml")):
         assert main([str(paths.get(word, word)) for word in shown(*having)[1:]]) == 0
-    words = ["import", "runs/stored.yaml", "--problem", "runs/demo/problems/126.json"]
+    words = ["import", "runs/stored.yaml", "--problem", PROBLEM]
     words += ["--output", "imported"]
     assert main([str(paths.get(word, word)) for word in words]) == 0
     return paths
@@ -69,9 +74,35 @@ def test_the_long_job_trains_as_under_snip_and_stores_what_the_file_says(
     under_snip = te_lab.run(LAYOUT, [*MODEL, *JOB, *SHORT, *planned])
     assert logged(static) == logged(under_snip)
     assert len(logged(static)) == 4
-    plan = read_plan(files["runs/static.json"])
+    plan = read_plan(files["runs/mxfp8.json"])
     options = {name: str(option) for name, option in plan.linears.items()}
     assert set(options.values()) == {"bf16", "fp8"}
     (result,) = static.finished()
     stored = {name.removesuffix(".weight") for name in result["quantized"]}
     assert stored == {name for name, option in options.items() if option == "fp8"}
+
+
+def test_each_rank_of_a_pipeline_reads_the_file_of_its_stage(te_lab: Lab, tmp_path: Path) -> None:
+    job = [*TE, *SHORT, "--fp8-format", "e4m3", "--fp8-recipe", "mxfp8"]
+    measured = te_lab.run("pp2", [*job, *COLLECT_ONLY, *FORMATS])
+    measured.finished()
+    problem, plan = measured.output / "problems" / "3.json", tmp_path / "static.json"
+    output = tmp_path / "precision.yaml"
+    assert main(["plan", str(problem), "--target", "0.75", "--output", str(plan)]) == 0
+    words = ["export", str(plan), "--capability", "10.0", "--fp8-recipe", "mxfp8"]
+    assert main([*words, "--output", str(output)]) == 0
+    stages = [path.read_text() for path in sorted(tmp_path.glob("precision.stage*.yaml"))]
+    assert len(set(stages)) == 2
+
+    assert BY_STAGE is not None
+    script = tmp_path / "by_stage.py"
+    script.write_text(BY_STAGE[1].replace("runs/", f"{tmp_path}/"))
+    words = [str(script), SCRIPT, *settings.CPU.split(), *settings.MODEL.split(), *PP2, *job]
+    static = te_lab.run_words(2, words, {}, plain=True)
+    static.finished()
+    under_snip = te_lab.run("pp2", [*job, *SNIP, *FORMATS, "--snip-plan-file", str(plan)])
+    assert logged(static) == logged(under_snip)
+    assert len(logged(static)) == 4
+    # Both stages with one file train something else.
+    (tmp_path / "precision.stage1.yaml").write_text(stages[0])
+    assert logged(te_lab.run_words(2, words, {}, plain=True)) != logged(static)
