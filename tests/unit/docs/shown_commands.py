@@ -1,7 +1,7 @@
 """The commands that a page of the documentation shows.
 
 A fence of `bash` holds commands. A comment line of `MARKS` names what the commands below it, in the
-same fence, need.
+same fence, need. `$SNIP` is the checkout of this repository.
 """
 
 import re
@@ -34,8 +34,8 @@ class Shown:
 
     @property
     def words(self) -> list[str]:
-        """The words of the command, without VARIABLE=value before it."""
-        words = shlex.split(self.text, comments=True)
+        """The words of the command, without VARIABLE=value before it; paths from the checkout."""
+        words = shlex.split(self.text.replace("$SNIP/", ""), comments=True)
         return list(dropwhile(_ENVIRONMENT.match, words))
 
 

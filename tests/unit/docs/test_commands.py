@@ -81,6 +81,8 @@ def _check_python(words: list[str]) -> None:
     # Megatron's scripts with Megatron's flags alone.
     if "pretrain_gpt.py" in words or "pretrain_hybrid.py" in words:
         return
+    if words[:2] == ["-m", "venv"]:
+        return
     names = [words[0]]
     if words[0] == "-m":
         path = words[1].replace(".", "/")
@@ -156,6 +158,8 @@ def test_the_page_of_flags_is_fresh() -> None:
         "torchrun -m megatron_snip pretrain_gpt.py --snip --snip-interval -5",
         "torchrun -m megatron_snip pretrain_gpt.py @configs/models/nothing.args --snip",
         "bash launch/torchrun.sh --dry-run pretrain_gpt.py --snip-intervall 5",
+        "sbatch $SNIP/launch/nothing.sbatch pretrain_gpt.py --snip",
+        "torchrun -m megatron_snip pretrain_gpt.py --snip --snip-config $SNIP/configs/nothing.yaml",
         "make nothing",
         "pip install 'megatron-snip[nothing]'",
         "python -m benchmarks.nothing",
