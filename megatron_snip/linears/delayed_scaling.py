@@ -218,14 +218,20 @@ class DelayedScaling:
 
     # ---- checkpoints ----------------------------------------------------------------------------
 
-    def state_dict(self) -> dict[str, str]:
+    def state_dict(self, before_iteration: bool = False) -> dict[str, str]:
         """Return the linears' histories, by `Placement.instance`; it waits for the device.
 
         Each is FP32 [1 + length, 3] in base64: what scales are made of, and the history.
+
+        Args:
+            before_iteration: return those that the last iteration started from.
         """
-        if self._history is None:
+        now = None if self._history is None else (self._history, self._amax)
+        found = self._at_start if before_iteration else now
+        if found is None:
             return dict(self._loaded)
-        values = torch.cat([self._amax[None], self._history]).cpu().numpy().astype("<f4")
+        history, amax = found
+        values = torch.cat([amax[None], history]).cpu().numpy().astype("<f4")
         return {
             name: base64.b64encode(values[:, :, column].tobytes()).decode()
             for name, column in self._columns.items()

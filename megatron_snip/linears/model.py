@@ -187,19 +187,22 @@ class PlannedModel:
             "linears": rows,
         }
 
-    def delayed_scaling(self, of_all_ranks: bool) -> dict[str, str]:
+    def delayed_scaling(
+        self, of_all_ranks: bool, before_iteration: bool = False
+    ) -> dict[str, str]:
         """Return the histories of simulated delayed scaling, as `DelayedScaling.state_dict` does.
 
         Args:
             of_all_ranks: all ranks: return those of the linears of the entire model.
+            before_iteration: return those that the last iteration started from.
         """
         topology = self.runtime.topology
         if not of_all_ranks:
-            return self.runtime.delayed.state_dict()
+            return self.runtime.delayed.state_dict(before_iteration)
 
         def counted_here() -> dict[str, str]:
             # Ranks that hold a shard or a replica have the same history; the first of them counts.
-            own = self.runtime.delayed.state_dict()
+            own = self.runtime.delayed.state_dict(before_iteration)
             placements = (each for linear in self.linears for each in linear.placements)
             return {
                 each.instance: own[each.instance]

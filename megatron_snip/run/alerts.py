@@ -16,7 +16,7 @@ class Alerts:
     def __init__(self, alerts: Sequence[Alert]) -> None:
         """Start with nothing reported."""
         self._alerts = tuple(alerts)
-        self._reported: set[tuple[str, str]] = set()
+        self._reported: Alerted = ()
 
     def report(self, health: HealthTable) -> str | None:
         """Return one line about the linears that are beyond a threshold for the first time.
@@ -28,15 +28,16 @@ class Alerts:
         for alert in self._alerts:
             beyond = health.beyond(alert.measure, alert.sign, alert.limit)
             new = [found for found in beyond if (alert.text, found.linear) not in self._reported]
-            self._reported |= {(alert.text, found.linear) for found in new}
             if new:
+                now = {(alert.text, found.linear) for found in new}
+                self._reported = tuple(sorted(now.union(self._reported)))
                 texts.append(f"alert {alert.text}: {listing(list(map(str, new)))}")
         return "; ".join(texts) or None
 
     def state_dict(self) -> Alerted:
         """Return what was reported."""
-        return tuple(sorted(self._reported))
+        return self._reported
 
     def load_state_dict(self, state: Alerted) -> None:
         """Do not repeat what a stopped run reported."""
-        self._reported = set(state)
+        self._reported = tuple(sorted(state))

@@ -14,6 +14,7 @@ continue. A plan under which the loss jumps or is NaN is reverted (guard.py).
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from statistics import fmean
@@ -160,6 +161,8 @@ class SnipController:
         if state is not None:
             self._load(state)
         self._planned_target = self._initial_planned_target(state)
+        # The state before the iteration that began last; None before the first one.
+        self._before: ControllerState | None = None
         self.model.install()
         self._start(state, first, num_done)
 
@@ -213,6 +216,7 @@ class SnipController:
         self.evaluations.begin_iteration(iteration)
         step = TrainingStep(function, kwargs)
         self._guard.read_loss()
+        self._note_state_before(iteration)
         self._apply_due_plan(iteration, kwargs.get("num_microbatches", 1))
         self._begin_due_refresh(iteration)
         # Which part of the linears this iteration measures; None: it does not measure.
@@ -285,15 +289,29 @@ class SnipController:
     def state(self, iteration: int, of_all_ranks: bool = True) -> ControllerState:
         """Return what a checkpoint after `iteration` keeps.
 
+        Megatron's rerun state machine may give up an iteration whose result it doubts, and save a
+        checkpoint of the iteration before it. A resumed run then repeats the iteration from there.
+
         Args:
-            iteration: the last iteration done.
+            iteration: the last iteration done, or the one before it.
             of_all_ranks: all ranks: return what is the same on all of them. Otherwise histories of
                 delayed scaling are those of this rank's linears.
         """
-        formats = {name for option in self.plan.linears.values() for name in option.formats}
+        before = self._before
+        is_given_up = before is not None and before.iteration == iteration
+        state = before if before is not None and is_given_up else self._state_now(iteration)
+        formats = {name for option in state.plan.linears.values() for name in option.formats}
         delayed_scaling = {}
         if any(map(is_delayed, formats.union(self.config.named_formats))):
-            delayed_scaling = self.model.delayed_scaling(of_all_ranks)
+            delayed_scaling = self.model.delayed_scaling(of_all_ranks, before_iteration=is_given_up)
+        settings = self._reported_settings()
+        return replace(state, delayed_scaling=delayed_scaling, settings=settings)
+
+    def _state_now(self, iteration: int) -> ControllerState:
+        """Return the state after `iteration`, without what takes time to collect.
+
+        Everything in it is immutable, so it costs an iteration microseconds.
+        """
         return ControllerState(
             iteration=iteration,
             plan=self.plan,
@@ -304,8 +322,6 @@ class SnipController:
             guard=self._guard.state_dict(),
             observations=self._observations.state_dict(),
             alerts=self._alerts.state_dict(),
-            delayed_scaling=delayed_scaling,
-            settings=self._reported_settings(),
         )
 
     def close(self) -> None:
@@ -432,6 +448,11 @@ class SnipController:
         self._submit(num_done, problem, apply_at=num_done + 1)
 
     # ---- an iteration, in order -----------------------------------------------------------------
+
+    def _note_state_before(self, iteration: int) -> None:
+        """Keep the state before an iteration; where Megatron repeats one, that of its first run."""
+        if self._before is None or self._before.iteration != iteration - 1:
+            self._before = self._state_now(iteration - 1)
 
     def _apply_due_plan(self, iteration: int, num_microbatches: int) -> None:
         """All ranks: if the solver's plan is due, get it from rank 0 and apply it."""

@@ -133,7 +133,9 @@ class ControllerState:
         if not 0 <= self.iteration <= _MAX_ITERATION:
             raise UsageError(f"{source}: iteration must be from 0 on, got {self.iteration}")
         for name, iteration in latest.items():
-            if not 0 <= iteration <= self.iteration:
+            # A run that resumes with another plan notes it at once, for the coming iteration.
+            last = self.iteration + 1 if name == "history" else self.iteration
+            if not 0 <= iteration <= last:
                 raise UsageError(
                     f"{source}: {name} {iteration} is not among the {self.iteration} iterations "
                     "that are done"

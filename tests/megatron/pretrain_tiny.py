@@ -3,6 +3,7 @@
 It does not use SNIP. Every rank writes its results to the folder in TINY_RESULTS. Variables:
 TINY_KILL_AFTER: SIGKILL in the iteration after this one, as on a lost machine.
 TINY_DOUBT: Megatron doubts the losses of this iteration (0-based) and repeats it.
+TINY_GIVE_UP: Megatron also ends the job there, after a checkpoint of the iteration before.
 TINY_BAD_STATE: checkpoints hold a state of SNIP that is damaged, of this version.
 TINY_OWN_FLAGS: the script parses its own flags.
 TINY_EARLY: SNIP may measure before the optimizer has made ten steps.
@@ -160,7 +161,7 @@ def loss_func(mask: torch.Tensor, output: torch.Tensor, training: bool) -> Any:
             result=loss.detach().clone(),  # the schedule divides the loss in place
             rejection_func=lambda _: doubted,
             message="doubtful loss",
-            fatal=False,
+            fatal="TINY_GIVE_UP" in os.environ,
         )
     (LOSSES if training else EVALUATED).append(loss.item().hex())
     return loss, tokens, {"lm loss": torch.stack([loss.detach(), tokens.float()])}

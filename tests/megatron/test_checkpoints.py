@@ -3,6 +3,7 @@
 import json
 
 import pytest
+from megatron.core.rerun_state_machine import EXIT_CODE_RESUME_TO_DISAMBIGUATE
 
 from tests.megatron.lab import (
     SNIP,
@@ -45,6 +46,22 @@ def test_a_resumed_job_continues_the_files_of_the_stopped_one(lab: Lab) -> None:
     assert read_lines(metrics)[:7] == rows
     assert [row["iteration"] for row in read_lines(metrics)] == list(range(1, 11))
     assert {path.name for path in (folder / "snip" / "problems").iterdir()} == seen
+
+
+@pytest.mark.parametrize("iteration", [5, 7])
+def test_a_run_that_megatron_gave_up_resumes_bitwise(lab: Lab, iteration: int) -> None:
+    """It begins with the iteration that Megatron doubted: a plan is applied there, or measured."""
+    directory = lab.output(f"given-up-{iteration}")
+    environment = {"TINY_DOUBT": str(iteration - 1), "TINY_GIVE_UP": "1"}
+    # In this format Megatron forgets its doubt, which needs another machine to be settled.
+    flags = (*saving(directory, at=100), *TORCH_FORMAT)
+    run = lab.run("one", [*SNIP, *flags], environment)
+    assert run.statuses == (EXIT_CODE_RESUME_TO_DISAMBIGUATE,), run.report
+    saved = (directory / "latest_checkpointed_iteration.txt").read_text()
+    assert int(saved) == iteration - 1
+    again = resumed(lab, "one", directory, *TORCH_FORMAT)
+    assert weights(again) == weights(lab.planned("one"))
+    assert applied_plans(again) == ([5, 9] if iteration == 5 else [9])
 
 
 def test_a_killed_run_with_dropout_resumes_bitwise(lab: Lab) -> None:

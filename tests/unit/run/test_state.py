@@ -56,7 +56,7 @@ def test_a_guard_that_cannot_be_read_starts_anew(guard: Any, caplog: Any) -> Non
         ({"iteration": "seven"}, "here is damaged"),
         ({"iteration": -1}, "here is damaged: iteration must be from 0 on, got -1"),
         ({"schedule": {"refreshed": 10**9}}, "schedule.refreshed 1000000000 is not among the 7"),
-        ({"history": [[8, "0"]]}, "history 8 is not among the 7"),
+        ({"history": [[9, "0"]]}, "history 9 is not among the 7"),
         ({"solve": {**SOLVE, "iteration": 10**9}}, "solve.iteration 1000000000 is not among"),
         ({"solve": {**SOLVE, "apply_at": 7}}, "solve.apply_at 7 is not after iteration 7"),
     ],
@@ -66,6 +66,11 @@ def test_damage_is_named(change: dict[str, Any], text: str) -> None:
         ControllerState.from_dict(STATE.to_dict() | change, "here")
     with pytest.raises(UsageError, match="version None"):
         ControllerState.from_dict([1], "here")
+
+
+def test_a_plan_that_a_resume_brought_may_begin_with_the_coming_iteration() -> None:
+    state = replace(STATE, history=((8, "0"),))
+    assert ControllerState.from_dict(state.to_dict()) == state
 
 
 def test_checkpoints_of_version_2_are_read() -> None:
