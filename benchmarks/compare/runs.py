@@ -55,7 +55,7 @@ SETUPS = {
         8,
         2,
     ),
-    "gqa": Setup(  # four heads share keys and values, and the vocabulary is 16 times wider
+    "gqa": Setup(  # four heads share keys and values, and the output layer is ten times wider
         {
             "num_layers": 6,
             "ffn_hidden_size": 384,
