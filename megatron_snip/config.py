@@ -71,6 +71,10 @@ SIMULATED_FORMATS = ("fp8", "fp4")
 """What `auto` means where GEMMs are simulated."""
 
 
+def _is_path(annotation: Any) -> bool:
+    return Path in (annotation, *get_args(annotation))  # Path, or Path | None
+
+
 class Section(BaseModel):
     """Base of a group of fields: frozen, unknown keys refused, field docstrings are the help."""
 
@@ -83,8 +87,7 @@ class Section(BaseModel):
     def _refuse_empty_path(cls, value: Any, info: ValidationInfo) -> Any:
         """Refuse what a shell makes of a variable that is not set: '' would be this folder."""
         name = str(info.field_name)
-        annotation = cls.model_fields[name].annotation
-        if value == "" and Path in (annotation, *get_args(annotation)):
+        if value == "" and _is_path(cls.model_fields[name].annotation):
             raise UsageError("the path is empty; name one, or leave the setting out", field=name)
         return value
 
@@ -454,6 +457,12 @@ class SnipConfig(ScheduleFields, MeasureFields, PlanFields, GuardFields, ReportF
             direction = 1.0 if sign == ">" else -1.0
             found[text] = Alert(text, cast(HealthMeasure, measure), direction, limit)
         return tuple(found.values())
+
+
+PATH_SETTINGS = tuple(
+    name for name, field in SnipConfig.model_fields.items() if _is_path(field.annotation)
+)
+"""Settings that are paths of files or directories."""
 
 
 def make_config(values: dict[str, Any]) -> SnipConfig:

@@ -17,7 +17,7 @@ from typing import Any, NoReturn, TypeVar
 
 from pydantic import ValidationError
 
-from megatron_snip.config import AUTO, SnipConfig, make_config
+from megatron_snip.config import AUTO, PATH_SETTINGS, SnipConfig, make_config
 from megatron_snip.errors import (
     SnipError,
     UnsupportedError,
@@ -66,10 +66,11 @@ class CommandLine:
     """A script's command line, without the script's name.
 
     Attributes:
-        given: SNIP's flags, by namespace attribute.
+        given: SNIP's flags, by namespace attribute. Relative paths, also those in the YAML file,
+            are made absolute here.
         enabled: whether they or the YAML file turn SNIP on.
         others: the words that are not SNIP's, in their order.
-        flags: the words that are.
+        flags: the words that are, then a flag for each path that was made absolute.
     """
 
     given: dict[str, Any]
@@ -96,11 +97,39 @@ def read_cli_args(words: Sequence[str]) -> CommandLine:
             near = did_you_mean(flag, parser._option_string_actions)
             raise UsageError(f"unknown flag {flag}{near or '; --help lists the flags'}")
     given = vars(namespace)
-    enabled = bool(_values(given).get("enabled", False))
+    values = _values(given)
+    enabled = bool(values.get("enabled", False))
     if given and not enabled and f"{DEST}enabled" not in given:
         flags = ", ".join(flag_name(PREFIX, name.removeprefix(DEST)) for name in given)
         warn_once_per_job(logger, f"without --snip these flags have no effect: {flags}")
-    return CommandLine(given, enabled, others, _without(words, others))
+    own_words = _without(words, others)
+    for name, path in _absolute_paths(values, given.get(_CONFIG)).items():
+        given[DEST + name] = path
+        own_words += [flag_name(PREFIX, name), path]  # later words win
+    return CommandLine(given, enabled, others, own_words)
+
+
+def _absolute_paths(values: Mapping[str, Any], file: Path | None) -> dict[str, str]:
+    """Return the relative paths among the settings, made absolute, by setting.
+
+    A script may change its working directory before the settings are read again: run_recipe.py of
+    Megatron-Bridge 0.6 does.
+
+    Args:
+        values: the settings, by name.
+        file: the YAML file, which is called `config` in the result.
+    """
+    paths: dict[str, Any] = {name: values.get(name) for name in PATH_SETTINGS}
+    # `auto` is no path.
+    if paths["calibration"] is not None and Path(paths["calibration"]) == Path(AUTO):
+        del paths["calibration"]
+    paths["config"] = file
+    absolute = {}
+    for name, path in paths.items():
+        # '' is refused later, and ~ is the home directory.
+        if path and not str(path).startswith(("/", "~")):
+            absolute[name] = str(Path(path).absolute())
+    return absolute
 
 
 def _without(words: Sequence[str], others: Sequence[str]) -> list[str]:

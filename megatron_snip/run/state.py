@@ -21,11 +21,12 @@ problem is stored: the resumed run solves it again and applies the plan at the s
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Annotated, Any, Self
 
 from pydantic import TypeAdapter
 
-from megatron_snip.config import SnipConfig
+from megatron_snip.config import PATH_SETTINGS, SnipConfig
 from megatron_snip.errors import UsageError, shortened, shown
 from megatron_snip.files import OwnSchema, checked
 from megatron_snip.log import warn_once_per_job
@@ -86,7 +87,7 @@ class ControllerState:
         return [
             f"{name} {self.settings[name]} -> {text}"
             for name, text in settings.items()
-            if self.settings.get(name, text) != text
+            if _differs(name, self.settings.get(name, text), text)
         ]
 
     @classmethod
@@ -197,12 +198,21 @@ def changed_plan_settings(
     """
     former = state.settings
     new = _plan_settings(config, file_digest)
-    changed = {name for name in PLAN_SETTINGS if former.get(name, new[name]) != new[name]}
+    changed = {
+        name for name in PLAN_SETTINGS if _differs(name, former.get(name, new[name]), new[name])
+    }
     if _FILE_DIGEST in former and _FILE_DIGEST in new:  # both runs had a plan file
         changed.discard("plan_file")
         if former[_FILE_DIGEST] != new[_FILE_DIGEST]:
             changed.add("plan_file")
     return frozenset(changed)
+
+
+def _differs(name: str, former: str, new: str) -> bool:
+    """Whether a setting changed; a relative path is one from the working directory."""
+    if name in PATH_SETTINGS:
+        return Path(former).absolute() != Path(new).absolute()
+    return former != new
 
 
 def _plan_settings(config: SnipConfig, file_digest: str | None) -> dict[str, str]:

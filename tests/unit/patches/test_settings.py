@@ -122,6 +122,41 @@ def test_bad_flags_and_values_end_in_one_line_that_names_the_flag(
     assert re.match(f"megatron-snip: error: {line}", printed)
 
 
+@pytest.mark.parametrize("is_new_program", [False, True])
+def test_paths_are_those_of_the_directory_in_which_the_job_was_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_new_program: bool
+) -> None:
+    """run_recipe.py of Megatron-Bridge 0.6 changes it, and then may start itself anew."""
+    start, other = tmp_path / "start", tmp_path / "other"
+    start.mkdir()
+    other.mkdir()
+    text = "interval: 9\nplan_file: plans/1.json\nreference: bf16\noutput_dir: here\n"
+    (start / "snip.yaml").write_text(text)
+    monkeypatch.chdir(start)
+    words = ["--snip", "--snip-config", "snip.yaml", "--lr", "1", "--snip-output-dir", "out"]
+    line = read_cli_args(words)
+    monkeypatch.chdir(other)
+    if is_new_program:
+        line = read_cli_args(["--lr", "1", *line.flags])
+    assert line.others == ["--lr", "1"]
+    config = snip_config(Namespace(), line.given)
+    assert config.interval == 9
+    assert config.plan_file == start / "plans" / "1.json"
+    assert config.reference == start / "bf16"
+    assert config.output_dir == start / "out"
+
+
+def test_other_words_are_as_they_were_given() -> None:
+    paths = ["--snip-output-dir", "~/out", "--snip-reference=/bf16", "--snip-calibration", "auto"]
+    line = read_cli_args(["--snip", *paths])
+    assert line.flags == ["--snip", *paths]
+    assert line.given["snip_output_dir"] == "~/out"
+    config = snip_config(Namespace(), line.given)
+    assert (config.output_dir, config.calibration) == (Path.home() / "out", Path("auto"))
+    with pytest.raises(UsageError, match="the path is empty"):
+        config_of("--snip-output-dir", "")
+
+
 @pytest.mark.parametrize(
     ("at_end", "pinned"), [(2, ["0", "2", "3"]), (3, ["0", "1", "2", "3"]), (9, list("0123"))]
 )

@@ -3,6 +3,7 @@
 import io
 import json
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +13,12 @@ from megatron_snip.config import SnipConfig
 from megatron_snip.errors import UsageError
 from megatron_snip.log import forget_warnings
 from megatron_snip.run.guard import GuardState
-from megatron_snip.run.state import ControllerState, reported_settings, resumed_state
+from megatron_snip.run.state import (
+    ControllerState,
+    changed_plan_settings,
+    reported_settings,
+    resumed_state,
+)
 from tests.unit.planning.build import plan_of
 from tests.unit.run.build import PLAN, STATE
 
@@ -119,3 +125,21 @@ def test_a_resume_that_only_measures_says_so() -> None:
     state = ControllerState(iteration=3, plan=plan_of(["fp8"]), settings=settings)
     new = reported_settings(SnipConfig(collect_only=True), "simulate", {})
     assert state.changes(new) == ["collect_only False -> True"]
+
+
+def test_the_same_file_under_a_relative_path_is_no_change(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in a checkpoint of an older version; now a job's paths are absolute."""
+    monkeypatch.chdir(tmp_path)
+    config = SnipConfig(cost="time", calibration=Path("a.json"), plan_file=Path("p.json"))
+    settings = reported_settings(config, "te", {})
+    state = ControllerState(iteration=3, plan=plan_of(["fp8"]), settings=settings)
+    paths = {"calibration": tmp_path / "a.json", "plan_file": tmp_path / "p.json"}
+    same = config.model_copy(update=paths)
+    assert state.changes(reported_settings(same, "te", {})) == []
+    assert changed_plan_settings(state, same) == set()
+    other = same.model_copy(update={"calibration": tmp_path / "b.json"})
+    assert changed_plan_settings(state, other) == {"calibration"}
+    auto = config.model_copy(update={"calibration": Path("auto")})
+    assert changed_plan_settings(state, auto) == {"calibration"}
