@@ -187,9 +187,7 @@ class PlannedModel:
             "linears": rows,
         }
 
-    def delayed_scaling(
-        self, of_all_ranks: bool, before_iteration: bool = False
-    ) -> dict[str, str]:
+    def delayed_scaling(self, of_all_ranks: bool, before_iteration: bool = False) -> dict[str, str]:
         """Return the histories of simulated delayed scaling, as `DelayedScaling.state_dict` does.
 
         Args:

@@ -214,7 +214,6 @@ class SnipController:
         """
         set_iteration(iteration)
         self.evaluations.begin_iteration(iteration)
-        step = TrainingStep(function, kwargs)
         self._guard.read_loss()
         self._note_state_before(iteration)
         self._apply_due_plan(iteration, kwargs.get("num_microbatches", 1))
@@ -222,6 +221,9 @@ class SnipController:
         # Which part of the linears this iteration measures; None: it does not measure.
         part = self._schedule.part(iteration)
         observation = None
+        runs_unfused_before = part is not None and self.model.has_fused_mlps
+        may_repeat = self._guard.is_watching or runs_unfused_before
+        step = TrainingStep(function, kwargs, may_repeat)
         if part is None:
             self._plan_for_new_target(iteration)
         else:

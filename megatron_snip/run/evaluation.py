@@ -172,9 +172,9 @@ class PairedEvaluation:
 
         Afterwards random numbers, buffers and the data are as after one call with `kwargs`.
         """
-        step = TrainingStep(function, kwargs)
         if kwargs.get("collect_non_loss_data") or not kwargs.get("forward_only"):
-            return step.run()
+            return function(**kwargs)
+        step = TrainingStep(function, kwargs)
         before = TrainingStateSnapshot(step.chunks)
         results = step.run()
         after = TrainingStateSnapshot(step.chunks)

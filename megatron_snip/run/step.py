@@ -78,12 +78,16 @@ class TrainingStep:
         function: Megatron's forward-backward function.
         kwargs: keyword arguments of `function`; `data_iterator`, `model` and `num_microbatches`
             are among them.
+        may_repeat: whether `run` may be called again. Then the step keeps its microbatches, in the
+            memory of the host; else `function` gets the loop's own iterators.
     """
 
     function: ForwardBackward
     kwargs: dict[str, Any]
+    may_repeat: bool = True
 
     def __post_init__(self) -> None:
+        self._has_run = False
         given = self.kwargs["data_iterator"]
         sources = given if isinstance(given, list) else [given]
         self._data = [None if source is None else ReplayableIterator(source) for source in sources]
@@ -96,6 +100,10 @@ class TrainingStep:
 
     def run(self) -> Results:
         """Run the forward-backward on the step's data from its start."""
+        if not self.may_repeat:
+            assert not self._has_run, "its microbatches were not kept"
+            self._has_run = True
+            return self.function(**self.kwargs)
         for iterator in self._data:
             if iterator is not None:
                 iterator.rewind()

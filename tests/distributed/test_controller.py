@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch.distributed as dist
@@ -324,6 +325,36 @@ def repeated() -> dict[str, Any]:
             found[name] = {key: state[key] for key in ("observations", "solve")}
             assert state["solve"] is not None and controller.history == []
             controller.close()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("guard", "passed"), [(True, [True, True, False, False]), (False, [True] * 4)]
+)
+def test_microbatches_are_kept_only_where_an_iteration_may_run_again(
+    guard: bool, passed: list[bool]
+) -> None:
+    """The guard judges the plan from iteration 3 on; before that the loop's iterator is used."""
+    assert on_ranks("passed_data", num_ranks=1, guard=guard) == [passed]
+
+
+def passed_data(guard: bool) -> list[bool]:
+    """On a rank: whether the schedule of each iteration got the loop's own iterator."""
+    found = []
+    with layout({**NARROW, "num_layers": 1}) as trainer:
+        controller = trainer.controller({**SNIP, "guard": guard}, SolverHere())
+        run = controller.forward_backward
+
+        def noting(iteration: int, function: Any, **kwargs: Any) -> Any:
+            def noted(**passed: Any) -> Any:
+                found.append(passed["data_iterator"] is kwargs["data_iterator"])
+                return function(**passed)
+
+            return run(iteration, noted, **kwargs)
+
+        with mock.patch.object(controller, "forward_backward", noting):
+            trainer.advance(4, controller)
+        controller.close()
     return found
 
 

@@ -55,6 +55,17 @@ def test_a_step_runs_again_on_the_same_microbatches() -> None:
             too_short.run()
 
 
+@pytest.mark.parametrize("data", [None, counting(), [counting(), None]])
+def test_a_step_that_runs_once_gets_the_loops_own_iterators(data: Any) -> None:
+    given = []
+    kwargs = {"data_iterator": data, "model": object()}
+    training = TrainingStep(lambda **passed: given.append(passed) or [], kwargs, may_repeat=False)
+    assert training.run() == []
+    assert given == [kwargs] and given[0]["data_iterator"] is data
+    with pytest.raises(AssertionError, match="were not kept"):
+        training.run()
+
+
 def draws() -> list[float]:
     return [float(torch.rand(())), float(np.random.rand()), random.random()]
 
