@@ -7,18 +7,22 @@ network when `group` is None. Records travel as JSON bytes; nothing is pickled.
 import json
 import logging
 from collections.abc import Callable, Sequence
+from itertools import islice
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from megatron_snip.errors import SnipError, UnsupportedError, UsageError
+from megatron_snip.errors import SnipError, UnsupportedError, UsageError, listing
 from megatron_snip.log import log_failure
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+
+MOST_SHOWN = 3
+"""Of different messages of failed ranks, and of ranks with the same one: large jobs have many."""
 
 
 class RemoteFailure(SnipError):
@@ -26,8 +30,18 @@ class RemoteFailure(SnipError):
 
     def __init__(self, what: str, failures: Sequence[str | None]) -> None:
         """`failures` has every rank's message; None for a rank that did not fail."""
-        failed = (f"rank {rank}: {text}" for rank, text in enumerate(failures) if text is not None)
-        super().__init__(f"{what} failed on {'; '.join(failed)}")
+        ranks_by_text: dict[str, list[str]] = {}
+        for rank, text in enumerate(failures):
+            if text is not None:
+                ranks_by_text.setdefault(text, []).append(str(rank))
+        shown = [
+            f"{'rank' if len(ranks) == 1 else 'ranks'} {listing(ranks, MOST_SHOWN)}: {text}"
+            for text, ranks in islice(ranks_by_text.items(), MOST_SHOWN)
+        ]
+        num_more = sum(map(len, islice(ranks_by_text.values(), MOST_SHOWN, None)))
+        if num_more:
+            shown.append(f"{num_more} more, see their logs")
+        super().__init__(f"{what} failed on {'; '.join(shown)}")
 
 
 def gather_json(value: Any, group: ProcessGroup | None) -> list[Any]:

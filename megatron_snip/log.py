@@ -7,6 +7,7 @@ traceback would be lost there, so `log_failure` logs it on the rank and at the p
 import functools
 import logging
 import os
+import traceback
 
 from megatron_snip.errors import SnipError, known_failure, one_line
 
@@ -34,27 +35,39 @@ def set_iteration(iteration: int) -> None:
     _current["iteration"] = iteration
 
 
-def log_failure(logger: logging.Logger, what: str, error: Exception) -> str:
+def log_failure(logger: logging.Logger, what: str, error: Exception, where: str = "") -> str:
     """Log an exception that ends here, with traceback, rank and iteration; return it as one line.
 
-    The same failure is logged once in a process. A `SnipError` is not logged: its line is complete.
-    A full disk or a folder without permission is logged without a traceback, because the code is
-    not at fault, and is the same failure for every file.
+    The same failure is logged once in a process: an exception of the same type that is raised at
+    the same place in the code. Its text may differ, as in the bytes that CUDA could not allocate.
+
+    A `SnipError` is not logged: its line is complete. A full disk or a folder without permission is
+    logged without a traceback, because the code is not at fault, and is the same failure for every
+    file.
 
     Args:
         logger: the logger of the module that stops the exception.
-        what: what failed, such as `measuring decoder.layers.0.mlp.linear_fc1`.
+        what: what failed, such as `measuring`.
         error: the exception; called while it is handled.
+        where: what it failed at first, such as a linear's name; the same failure at another one is
+            not logged again.
     """
     line = f"{type(error).__name__}: {one_line(error)}"
     if not isinstance(error, SnipError):
         is_known = isinstance(error, OSError) and known_failure(error) is not None
         is_of_the_machine = is_known or isinstance(error, PermissionError)
-        failure = (what, getattr(error, "errno", None)) if is_of_the_machine else (what, line)
+        number = getattr(error, "errno", None)
+        failure = (what, number) if is_of_the_machine else (what, type(error), _raised_at(error))
         if failure not in _logged:
             _logged.add(failure)
-            _log(logger, what, line, with_traceback=not is_of_the_machine)
+            _log(logger, f"{what} {where}".rstrip(), line, with_traceback=not is_of_the_machine)
     return line
+
+
+def _raised_at(error: Exception) -> tuple[str, int] | None:
+    """Return the file and the line that raised an exception; None if it was never raised."""
+    places = [(f.f_code.co_filename, line) for f, line in traceback.walk_tb(error.__traceback__)]
+    return places[-1] if places else None
 
 
 def _log(logger: logging.Logger, what: str, line: str, with_traceback: bool) -> None:

@@ -59,7 +59,7 @@ class RankSums:
     def record_failure(self, error: Exception, where: str = "") -> None:
         """Remember the first error, while it is handled; its traceback is logged."""
         if self.failure is None:
-            self.failure = where + log_failure(logger, f"measuring {where}".rstrip(": "), error)
+            self.failure = where + log_failure(logger, "measuring", error, where.rstrip(": "))
 
 
 def reduce_sums(

@@ -26,6 +26,24 @@ def test_one_rank_fails_as_many_do() -> None:
         attempt("trying", Mock(side_effect=KeyboardInterrupt), None)
 
 
+@pytest.mark.parametrize(
+    ("failures", "text"),
+    [
+        (["a"], "rank 0: a"),
+        ([None, "a", None, "b", "a"], "ranks 1, 4: a; rank 3: b"),
+        (["a"] * 512, "ranks 0, 1, 2 and 509 more: a"),
+        ([f"{n} bytes" for n in range(512)], None),
+        (["a", "b", "c", "a", "d", "d", "e"], "ranks 0, 3: a; rank 1: b; rank 2: c; 3 more"),
+    ],
+)
+def test_a_failure_of_many_ranks_is_a_short_line(
+    failures: list[str | None], text: str | None
+) -> None:
+    text = text or "rank 0: 0 bytes; rank 1: 1 bytes; rank 2: 2 bytes; 509 more"
+    found = str(RemoteFailure("trying", failures))
+    assert found.removesuffix(", see their logs") == f"trying failed on {text}"
+
+
 def test_what_rank_0_returns_or_raises_is_what_every_rank_gets() -> None:
     refuse = Mock(side_effect=UsageError("must be even, got 3", "interval"))
     assert on_rank_0("trying", lambda: {"a": (1, 2)}, None) == {"a": [1, 2]}

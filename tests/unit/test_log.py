@@ -48,6 +48,30 @@ def test_an_attempt_logs_its_traceback_on_the_rank_that_failed(
     assert tracebacks(caplog) == [(line, "fail")]
 
 
+def test_a_failure_whose_text_differs_each_time_is_logged_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """An out-of-memory error names bytes, which differ between refreshes and linears."""
+
+    def allocate(size: int) -> None:
+        raise MemoryError(f"cannot allocate {size} bytes")
+
+    for size in range(3):
+        with pytest.raises(RemoteFailure, match=f"failed on rank 0: .* {size} bytes"):
+            attempt("measuring", partial(allocate, size), None)
+        sums = RankSums()
+        try:
+            allocate(size)
+        except MemoryError as error:
+            sums.record_failure(error, f"decoder.{size}: ")
+    assert len(tracebacks(caplog)) == 1
+    with pytest.raises(RemoteFailure):  # another place in the code may be another bug
+        attempt("measuring", lambda: [][0], None)
+    with pytest.raises(RemoteFailure):
+        attempt("planning", partial(allocate, 1), None)
+    assert len(tracebacks(caplog)) == 3
+
+
 def test_errors_made_for_users_have_no_traceback(caplog: pytest.LogCaptureFixture) -> None:
     def refuse() -> None:
         raise PlanningError("no plan reaches the target")
