@@ -384,11 +384,12 @@ class SnipController:
             num_done: iterations that the weights were trained for.
         """
         self.model.apply(self.plan.linears)
-        # A new run's changes are counted from BF16, whatever the job runs.
-        before = {} if state is None else state.plan.linears
+        # A new run's changes are counted from what the job itself runs.
+        job = self._plans.available.job
+        before = job if state is None else state.plan.linears
         num_changed = 0
         for name, option in self.plan.linears.items():
-            num_changed += option != before.get(name, BF16)
+            num_changed += option != before.get(name, job[name])
         is_resumed = state is not None and state.plan.digest == self.plan.digest
         if state is not None and not is_resumed:
             self.history.append((num_done + 1, self.plan.digest))
@@ -399,9 +400,12 @@ class SnipController:
             continues_former_plan = former.digest == self.plan.digest
             fallback = self._guard.state.good if continues_former_plan else former
             self._guard.plan_changed(fallback)
-        # The first plan of a new run is not reported if it is BF16 everywhere and others follow.
+        # A first plan that changes nothing is not reported if others follow. Reports take a run
+        # without a plan for BF16, so a new run that starts with another precision reports it.
+        starts_in_bf16 = set(self.plan.linears.values()) == {BF16}
         changes_nothing_yet = not num_changed and self._schedule.makes_plans
-        if self.history or not changes_nothing_yet:
+        needs_no_report = changes_nothing_yet and (state is not None or starts_in_bf16)
+        if self.history or not needs_no_report:
             self._report_plan(num_done + 1, num_changed, is_resumed=is_resumed)
         for text in self._differences(state, first):
             self._reporter.warn(text)

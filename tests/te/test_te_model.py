@@ -24,6 +24,7 @@ from megatron_snip.planning.plan import assigned_plan, write_plan
 from megatron_snip.reporting.run_directory import RunDirectory
 from megatron_snip.run.controller import SnipController
 from megatron_snip.topology import Topology
+from tests.distributed.small_model import Memory
 from tests.models import EXPERTS, assignment, build, by_name, losses, ours, planned, ran
 from tests.te_on_cpu.capability import answers, forget
 
@@ -189,6 +190,7 @@ def test_a_run_that_ends_before_its_first_refresh_warns(caplog: pytest.LogCaptur
         assert warned == (train_iters < 100)
 
 
+DELAYED = {"fp8": "hybrid", "fp8_recipe": "delayed"}
 MIXED = "fp4-fp8-bf16"
 FELL_BACK = "linears run fp8 instead of fp4"
 
@@ -276,3 +278,28 @@ def test_a_plan_file_of_a_run_with_another_fp8_recipe_says_what_changes(
     _, lines = start("tensorwise", None, first.state(0))
     wanted = "recipe of fp8 delayed_hybrid -> tensorwise_hybrid"
     assert [wanted in text for text in lines if "delayed" in text] == [True]
+
+
+@pytest.mark.parametrize(
+    ("job", "config", "num_changed"),
+    [
+        ({}, {}, None),
+        ({}, {"collect_only": True}, 0),
+        ({}, {"policy": "uniform-fp8"}, 8),
+        (DELAYED, {}, 0),
+        (DELAYED, {"collect_only": True}, 0),
+        (DELAYED, {"policy": "uniform-fp8"}, 0),
+        (DELAYED, {"pins": ("decoder.layers.0.*=bf16",), "efficiency_target": 0.5}, 4),
+        (DELAYED, {"policy": "uniform-bf16", "efficiency_target": 0.0}, 8),
+    ],
+)
+def test_the_first_plan_changes_what_the_job_itself_runs(
+    job: dict[str, str], config: dict[str, Any], num_changed: int | None
+) -> None:
+    """In a BF16 job whose first plan changes nothing and which is to plan, it is not reported."""
+    settings = SnipConfig(**{"formats": ("bf16", "fp8"), "start_step": 1000, **config})
+    writer = Memory()
+    run = SnipController(settings, [build(**job)], None, writers=[writer], topology=Topology())
+    run.close()
+    wanted = [] if num_changed is None else [(1, num_changed)]
+    assert [(at, applied.num_changed) for at, applied in writer.applied] == wanted
