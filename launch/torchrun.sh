@@ -49,6 +49,10 @@ refuse_folders() { # [ in FILE] WORD...
     esac
   done
 }
+# Whether the script imports a training loop: Megatron-LM's `training`, or `bridge`.
+imports() {
+  grep -Eqs "^(from|import) megatron\.$1" "$program"
+}
 
 # Both programs have the same flags for folders. Megatron's scripts need a flag to handle a signal.
 checkpoints=()
@@ -68,6 +72,10 @@ case $program in
   train) ;;
   *.py)
     if [ -n "$SNIP_CHECKPOINTS" ]; then
+      if imports bridge && ! imports training; then
+        echo "${0##*/}: '$program' is a script of Megatron-Bridge, which has no --save; start it as in docs/megatron-bridge.md" >&2
+        exit 2
+      fi
       checkpoints+=(--exit-signal-handler --exit-signal SIGUSR1)
     fi
     ;;

@@ -141,6 +141,19 @@ def test_an_argument_file_without_folders_is_accepted(tmp_path: Path) -> None:
     assert command[begin : begin + 4] == words
 
 
+def test_a_script_of_megatron_bridge_is_refused_where_it_would_get_flags(tmp_path: Path) -> None:
+    script = tmp_path / "run_recipe.py"
+    script.write_text("import os\n\nfrom megatron.bridge.recipes import utils\n")
+    words = ["--cpu", "run_recipe.py", "--recipe", "x", "--snip"]
+    line = "torchrun.sh: 'run_recipe.py' is a script of Megatron-Bridge, which has no --save; "
+    assert refusal(tmp_path, *words) == line + "start it as in docs/megatron-bridge.md\n"
+    (command,) = dry_run(tmp_path, "torchrun.sh", *words)  # without SNIP_CHECKPOINTS
+    assert command[-len(words) :] == words
+    script.write_text("import megatron.bridge\nfrom megatron.training import pretrain\n")
+    (command,) = dry_run(tmp_path, "torchrun.sh", *words, SNIP_CHECKPOINTS="/c")
+    assert command[-1] == "SIGUSR1"
+
+
 @pytest.mark.parametrize("words", [[], ["--dry-run"], ["--cpu"], ["plan"], ["--snip"]])
 def test_other_words_show_the_usage(tmp_path: Path, words: list[str]) -> None:
     done = run_script(tmp_path, "torchrun.sh", *words)
