@@ -269,8 +269,8 @@ class StepObserver:
             sample.input_amax = amax_of(x)
         if self._rotation is not None:
             sample.rotated_amax = rotated_amax(x, self._rotation)
-        rows = rows_of(x, sample.rows, call.input_is_split, call.token_axis)
-        sample.input = rows if prepare is None else prepare(rows)
+        own = rows_of(x, sample.rows, call.input_is_split, call.token_axis)
+        sample.input = own if prepare is None else replace(own, values=prepare(own.values))
 
     def _delayed(self, scales: DelayedScales | None) -> dict[Format, Tensor]:
         """Return the scales [3] of X, W and G in each format with delayed scaling."""
@@ -302,13 +302,12 @@ class StepObserver:
             placement, partial(sampled_features, stream, weight.shape[0], sample.first_feature)
         )
         features = features or slice(None)
-        single = sample.num_single
         operands = Operands(
-            input=x[:single],
+            input=x[sample.single],
             weight=weight,
-            grad_output=g[:single],
-            input_tiles=x[single:],
-            grad_output_tiles=g[single:, features],
+            grad_output=g[sample.single],
+            input_tiles=x[sample.in_tiles],
+            grad_output_tiles=g[sample.in_tiles, features],
             tensor_numbers=numbers,
         )
         measure = partial(
@@ -327,12 +326,14 @@ class StepObserver:
             self._own.amax[placement.name] = torch.maximum(largest, sums.amax)
         if placement.tensor.group is not None:
             if sums is None:
-                sums = PartialSums.zeros(placement.kind, single, weight, settings.formats)
+                num_single = len(operands.input)
+                sums = PartialSums.zeros(placement.kind, num_single, weight, settings.formats)
             sums = sums.summed(placement.tensor.group)
         # The sums are those of all shards; one rank adds them to the table.
         if sums is not None and placement.tensor.rank == 0:
             stride = features.step or 1
-            self._try(placement, partial(self._add, call, sample, sums, g[:single], stride))
+            add = partial(self._add, call, sample, sums, operands.grad_output, stride)
+            self._try(placement, add)
 
     def _sampled_rows(
         self, call: _Call, sample: Sample, weight: Tensor, grad: Tensor
@@ -341,21 +342,23 @@ class StepObserver:
 
         A rank that fails takes part in what its peers exchange, with zeros.
         """
-        count = len(sample.rows)
-        x = sample.input
-        g = self._try(
-            call.placement,
-            partial(rows_of, grad, sample.rows, call.output_is_split, call.token_axis),
-        )
+        own = sample.input
+        x = None if own is None else self._try(call.placement, own.complete)
+        g = self._try(call.placement, partial(self._sampled_grad, call, sample, grad))
         if x is None:
-            x = weight.new_zeros((count, weight.shape[1]))
+            x = weight.new_zeros((len(sample.rows), weight.shape[1]))
         if g is None:
-            g = weight.new_zeros((count, weight.shape[0]))
+            g = weight.new_zeros((len(sample.rows), weight.shape[0]))
         if call.input_is_split:
             x = sum_over(x, call.token_axis.group)
         if call.output_is_split:
             g = sum_over(g, call.token_axis.group)
         return x, g
+
+    @staticmethod
+    def _sampled_grad(call: _Call, sample: Sample, grad: Tensor) -> Tensor:
+        """Return G of the sampled tokens; zeros for those of other ranks."""
+        return rows_of(grad, sample.rows, call.output_is_split, call.token_axis).complete()
 
     def _try(self, placement: Placement, action: Callable[[], T]) -> T | None:
         """Return the result of `action`; None if measuring has failed: training must go on."""

@@ -51,6 +51,29 @@ class MeasureSettings:
     all_tokens: bool = False
 
 
+@dataclass(frozen=True)
+class OwnRows:
+    """The rows of a sample that this rank holds.
+
+    Attributes:
+        values: [H, features], the rows.
+        places: int64 [H] on the CPU: where they stand among the sample's rows.
+        num_rows: Number of the sample's rows, over all ranks.
+    """
+
+    values: Tensor
+    places: Tensor
+    num_rows: int
+
+    def complete(self) -> Tensor:
+        """Return all the sample's rows, [num_rows, features]; zeros for those of other ranks."""
+        if len(self.places) == self.num_rows:
+            return self.values  # the places ascend, so this is their order
+        found = self.values.new_zeros((self.num_rows, self.values.shape[1]))
+        found[to_device(found.device, self.places)] = self.values
+        return found
+
+
 @dataclass
 class Sample:
     """Sampled tokens of one microbatch, stored in the forward for the backward.
@@ -59,12 +82,13 @@ class Sample:
         microbatch: Global index of the microbatch within the iteration.
         num_tokens: Number of tokens of the microbatch, over all ranks of the tensor axis.
         rows: Indices of S single tokens, then of the R tokens of complete tiles, int64 [S + R].
-            Where all tokens are measured, S = R = num_tokens: `rows` has each token twice.
-        num_single: The number S of single tokens.
+            Where all tokens are measured, S = R = num_tokens: `rows` has each token once.
+        single: Which of `rows` are the single tokens.
+        in_tiles: Which of `rows` are the tokens of complete tiles.
         first_feature: The first output feature that wgrad is measured on; None leaves none out.
         expansions: Factors from sums over the S tokens, and from sums over the R tokens, to sums
             over all tokens.
-        input: X of the sample; zeros for tokens of other ranks, where tokens are split.
+        input: X of the sample's rows that this rank holds.
         input_amax: Largest magnitude of X over all tokens of this shard, where a format needs it.
         rotated_amax: The same after the Hadamard transform of wgrad.
     """
@@ -72,10 +96,11 @@ class Sample:
     microbatch: int
     num_tokens: int
     rows: Tensor
-    num_single: int
+    single: slice
+    in_tiles: slice
     first_feature: int | None
     expansions: tuple[float, float]
-    input: Tensor | None = None
+    input: OwnRows | None = None
     input_amax: Tensor | None = None
     rotated_amax: Tensor | None = None
 
@@ -95,22 +120,23 @@ def draw_sample(settings: MeasureSettings, num_tokens: int, microbatch: int) -> 
     num_tiles = math.ceil(num_tokens / tile)
     num_chosen = math.ceil(wanted / tile)
     # All tokens, once each, unless some can be left out.
-    single = torch.arange(num_tokens)
-    in_tiles = single
+    rows = torch.arange(num_tokens)
+    single = in_tiles = slice(None)
     first_feature = None
     expansions = (1.0, 1.0)
     if not settings.all_tokens and num_chosen < num_tiles:
         word = StreamKey(settings.seed, "sampled tokens", settings.iteration, microbatch).word
         generator = torch.Generator().manual_seed(word >> 1)  # a seed has 63 bits
-        single = torch.randperm(num_tokens, generator=generator)[:wanted]
+        drawn = torch.randperm(num_tokens, generator=generator)[:wanted]
         chosen = torch.randperm(num_tiles, generator=generator)[:num_chosen].sort().values
-        in_tiles = (chosen[:, None] * tile + torch.arange(tile)).reshape(-1)
-        in_tiles = in_tiles[in_tiles < num_tokens]
+        tiled = (chosen[:, None] * tile + torch.arange(tile)).reshape(-1)
+        rows = torch.cat([drawn, tiled[tiled < num_tokens]])
+        single = slice(wanted)
+        in_tiles = slice(wanted, None)
         key = StreamKey(settings.seed, "sampled features", settings.iteration, 0)
         first_feature = (key.word + microbatch) % FEATURE_STRIDE  # four microbatches cover all
         expansions = (num_tokens / wanted, num_tiles / num_chosen)
-    rows = torch.cat([single, in_tiles])
-    return Sample(microbatch, num_tokens, rows, len(single), first_feature, expansions)
+    return Sample(microbatch, num_tokens, rows, single, in_tiles, first_feature, expansions)
 
 
 def sampled_features(stream: StochasticStream, cols: int, first: int | None) -> slice:
@@ -127,8 +153,8 @@ def sampled_features(stream: StochasticStream, cols: int, first: int | None) -> 
     return slice(first, None, FEATURE_STRIDE)
 
 
-def rows_of(matrix: Tensor, rows: Tensor, is_split: bool, axis: Axis) -> Tensor:
-    """Return rows of a matrix; zeros for those of other ranks, where its rows are split.
+def rows_of(matrix: Tensor, rows: Tensor, is_split: bool, axis: Axis) -> OwnRows:
+    """Return those of a sample's rows that this rank holds.
 
     Args:
         matrix: The matrix, [tokens of this rank, features].
@@ -136,13 +162,12 @@ def rows_of(matrix: Tensor, rows: Tensor, is_split: bool, axis: Axis) -> Tensor:
         is_split: Whether each rank of `axis` holds other tokens.
         axis: The tensor axis.
     """
-    if not is_split:
-        return matrix[to_device(matrix.device, rows)]
-    first = axis.rank * matrix.shape[0]
-    here = ((rows >= first) & (rows < first + matrix.shape[0])).nonzero().squeeze(1)
-    found = matrix.new_zeros((len(rows), matrix.shape[1]))
-    found[to_device(matrix.device, here)] = matrix[to_device(matrix.device, rows[here] - first)]
-    return found
+    places = torch.arange(len(rows))
+    if is_split:
+        rows = rows - axis.rank * matrix.shape[0]  # within this rank's tokens
+        places = ((rows >= 0) & (rows < matrix.shape[0])).nonzero().squeeze(1)
+    values = matrix[to_device(matrix.device, rows[places])]
+    return OwnRows(values, places, len(rows))
 
 
 def to_device(device: torch.device, tensor: Tensor) -> Tensor:

@@ -10,7 +10,12 @@ from megatron_snip.collectives import RemoteFailure
 from megatron_snip.quantizers.stochastic import ColumnMap, StochasticStream, StreamKey
 from megatron_snip.statistics import observer as observer_module
 from megatron_snip.statistics.observer import StepObserver
-from megatron_snip.statistics.sample import MeasureSettings, draw_sample, sampled_features
+from megatron_snip.statistics.sample import (
+    MeasureSettings,
+    draw_sample,
+    rows_of,
+    sampled_features,
+)
 from megatron_snip.topology import Axis, Placement, Topology
 from tests.unit.statistics.equations import FORMATS, NAME, SEED, STEP, Toy, largest_error, row_of
 
@@ -181,6 +186,41 @@ def test_shards_measure_the_features_of_the_complete_linear(
 
     assert measured(world_size) == measured(1)
     assert len(measured(1)) == (cols // 4 if cols // chunks % 256 == 0 else cols)
+
+
+@pytest.mark.parametrize("all_tokens", [False, True])
+def test_a_rank_stores_each_of_its_own_sampled_rows_and_no_others(all_tokens: bool) -> None:
+    """Split over four ranks; the sum of what they complete is the sample."""
+    settings = MeasureSettings(FORMATS, 7, 1, all_tokens=all_tokens)
+    sample = draw_sample(settings, 1200, 0)
+    x = torch.randn(1200, 8)
+    parts = [
+        rows_of(part, sample.rows, True, Axis(rank, 4)) for rank, part in enumerate(x.chunk(4))
+    ]
+    assert sum(len(part.values) for part in parts) == len(sample.rows)
+    assert len(sample.rows) == (1200 if all_tokens else 1200 // 16 + 128)
+    assert torch.equal(sum(part.complete() for part in parts), x[sample.rows])
+
+
+def test_the_forward_stores_the_rows_of_its_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under sequence parallelism; `_keep` puts them into the sample."""
+    kept: list[tuple[torch.Size, int]] = []
+
+    def rows(matrix: torch.Tensor, *args: Any) -> Any:
+        own = rows_of(matrix, *args)
+        kept.append((own.values.shape, own.values.untyped_storage().nbytes()))
+        return own
+
+    monkeypatch.setattr(observer_module, "rows_of", rows)
+    observer = StepObserver(MeasureSettings(FORMATS, 7, 1), Topology(), {})
+    place = Placement(NAME, 0, "column", 128, 64, Axis(1, 4))
+    x, w = torch.randn(300, 128), torch.randn(16, 128, requires_grad=True)
+    output = torch.nn.functional.linear(torch.randn(1200, 128), w)
+    observer.observe(place, x, w, output, input_is_split=True)
+    sampled = draw_sample(MeasureSettings(FORMATS, 7, 1), 1200, 0).rows
+    count = int(((sampled >= 300) & (sampled < 600)).sum())
+    assert kept == [(torch.Size((count, 128)), count * 128 * 4)]
+    assert 0 < count < len(sampled)
 
 
 def test_four_microbatches_measure_every_feature() -> None:
