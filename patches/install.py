@@ -38,8 +38,14 @@ CORE_PATCHES = (
     expert_overlap.freed_inputs_before_0_19,
     Patch(_LAYERS, "ColumnParallelLinear._forward_impl", ("input", "weight")),
     Patch(_LAYERS, "RowParallelLinear._forward_impl", ("input", "weight")),
+    Patch(
+        "megatron.core.rerun_state_machine",
+        "RerunStateMachine.validate_result",
+        ("result", "rejection_func"),
+    ),
 )
-"""Of what both loops train; the controller overrides the last two on instances."""
+"""Of what both loops train. The controller overrides the `_forward_impl` on instances, and the
+guard the last one while an iteration may run again."""
 
 
 @dataclass(frozen=True)

@@ -14,9 +14,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state, rerun_state_machine
+from megatron.core import parallel_state
 from megatron.core.full_cuda_graph import FullCudaGraphWrapper
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.rerun_state_machine import RerunStateMachine
 from megatron.core.utils import get_model_config
 
 from megatron_snip.collectives import any_rank, sum_over
@@ -298,18 +299,14 @@ def tolerating_non_finite() -> Iterator[None]:
     The machine would end the job, but the caller can recover. Finite results are validated as
     usual.
     """
-    machine = getattr(rerun_state_machine, "_GLOBAL_RERUN_STATE_MACHINE", None)
-    if machine is None:
-        yield
-        return
-    validate = machine.validate_result
+    validate = RerunStateMachine.validate_result  # patches/install.py checks that it is there
 
-    def validate_finite(result: Any, *args: Any, **kwargs: Any) -> None:
+    def validate_finite(self: Any, result: Any, *args: Any, **kwargs: Any) -> None:
         if bool(torch.isfinite(torch.as_tensor(result)).all()):
-            validate(result, *args, **kwargs)
+            validate(self, result, *args, **kwargs)
 
-    machine.validate_result = validate_finite
+    RerunStateMachine.validate_result = validate_finite
     try:
         yield
     finally:
-        del machine.validate_result
+        RerunStateMachine.validate_result = validate

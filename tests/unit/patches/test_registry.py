@@ -6,6 +6,7 @@ from typing import Any
 from unittest.mock import Mock
 
 import pytest
+from megatron.core.rerun_state_machine import RerunStateMachine
 
 from megatron_snip.errors import UnsupportedError
 from megatron_snip.log import forget_warnings
@@ -63,6 +64,14 @@ def test_a_missing_function_is_one_error_and_changes_nothing(fake: Any, registry
     assert f"{CORE.version} has no megatron.training.training.train_step" in text
     assert "0.16" in text and "\n" not in text
     assert functions(fake) == before
+
+
+def test_the_check_that_the_guard_replaces_is_needed(
+    registry: Registry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr(RerunStateMachine, "validate_result")
+    with pytest.raises(UnsupportedError, match=r"has no .*RerunStateMachine\.validate_result"):
+        registry.install(ALL)
 
 
 def test_a_changed_signature_names_the_parameters(fake: Any, registry: Registry) -> None:

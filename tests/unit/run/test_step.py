@@ -8,10 +8,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from megatron.core.rerun_state_machine import RerunStateMachine
 
 from megatron_snip.linears.snapshot import TrainingStateSnapshot
 from megatron_snip.log import forget_warnings
-from megatron_snip.run.step import StepLoss, TrainingStep, gradients_are_finite
+from megatron_snip.run.step import (
+    StepLoss,
+    TrainingStep,
+    gradients_are_finite,
+    tolerating_non_finite,
+)
 from megatron_snip.topology import Topology
 
 ALONE = Topology()
@@ -106,6 +112,24 @@ def test_a_report_that_cannot_be_read_is_no_loss(
     results = [{"lm loss": torch.tensor([2.0, 1.0])}, {"lm loss": report}]
     assert StepLoss(results, ALONE).read() is None
     assert "reading the loss of a step failed" in caplog.text
+
+
+def test_megatrons_own_check_does_not_see_a_nan_that_the_guard_judges() -> None:
+    def validate(result: float) -> None:
+        loss = torch.tensor(result)
+        RerunStateMachine().validate_result(result=loss, rejection_func=rejected, message="loss")
+
+    seen: list[float] = []
+
+    def rejected(loss: torch.Tensor) -> bool:
+        seen.append(float(loss))
+        return False
+
+    with tolerating_non_finite():
+        for loss in (1.0, math.nan, math.inf, 2.0):
+            validate(loss)
+    validate(math.inf)
+    assert seen == [1.0, 2.0, math.inf]
 
 
 def test_an_empty_gradient_is_finite() -> None:
