@@ -199,6 +199,28 @@ def test_recomputed_forwards_run_the_plan() -> None:
     assert equal(*found)
 
 
+def test_a_recomputed_forward_finds_no_nvfp4_weight_without_columns() -> None:
+    """Before 2.12 Transformer Engine would reuse one, and fail."""
+    model, under = under_plan("nvfp4", recompute_modules=["mlp"], recompute_granularity="selective")
+    without_columns: dict[bool, int] = {False: 0, True: 0}
+
+    def before_forward(module: Any, _: Any) -> None:
+        weights = module._fp8_workspaces.values()
+        num = sum(weight._columnwise_data is None for weight in weights)
+        without_columns[torch.is_grad_enabled()] += num
+
+    def after_forward(module: Any, *_: Any) -> None:
+        if not torch.is_grad_enabled():
+            before_forward(module, None)
+
+    for module in by_name(under).values():
+        module.register_forward_pre_hook(before_forward)
+        module.register_forward_hook(after_forward)
+    losses(model)
+    assert without_columns[False] > 0  # there were some to be found
+    assert without_columns[True] == 0
+
+
 def test_a_checkpoint_names_the_factory_of_a_custom_recipe() -> None:
     """Transformer Engine pickles a custom recipe into the state, and none of its own recipes."""
     model, under = under_plan(choices_of(CHOICES))

@@ -15,7 +15,8 @@ Two properties of Transformer Engine need care:
   recipe's fields change. So changing the option drops quantizers and quantized weights, also if
   the new option is BF16.
 - It reuses quantized weights until a microbatch is marked as the first of its step; see
-  `FreshWeights`.
+  `FreshWeights`. Up to 2.11 it also reuses an NVFP4 weight that lacks what the backward needs; see
+  `drop_nvfp4_without_columns`.
 """
 
 import sys
@@ -270,6 +271,8 @@ class RecipeTELinear:
         params = self._bf16_params if self._runtime.in_bf16 else self.planned_params
         module.te_quant_params = params
         self._overlap.set_recipe(self._recipe_in_forward())
+        if not self.is_untouched and torch.is_grad_enabled():
+            drop_nvfp4_without_columns(module)
         if self.stored is not None and params is not self._job_params:
             self.stored.override()
         if self._quantizers_recipe is not None:
@@ -293,6 +296,20 @@ def quant_params(recipe: TERecipe) -> Any:
     """Return Megatron's TEQuantizationParams: the same recipe in training and evaluation."""
     extension: Any = sys.modules[EXTENSION]
     return extension.TEQuantizationParams(extension.TEQuantizationRecipe(**recipe.fields()), None)
+
+
+def drop_nvfp4_without_columns(module: Any) -> None:
+    """Drop a module's NVFP4 weights that were quantized in a forward without gradients.
+
+    Such a forward quantizes the weight's rows alone, and dgrad multiplies its columns. Where
+    Megatron recomputes activations, the recomputed forward finds that weight. Transformer Engine
+    then quantizes it again if it is MXFP8, and from 2.12 on if it is NVFP4; until then it raises an
+    error.
+    """
+    kept: dict[str, Any] = module._fp8_workspaces
+    for name, weight in list(kept.items()):
+        if "NVFP4" in type(weight).__name__ and weight._columnwise_data is None:
+            del kept[name]
 
 
 def reset_quantizers(module: Any) -> None:
