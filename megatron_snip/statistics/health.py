@@ -72,13 +72,14 @@ class Tiles(NamedTuple):
 
 
 class HealthSums:
-    """Counts what quantization does to X, W and G of one linear, format by format.
+    """Counts what quantization does to operands of one linear, format by format.
 
     Formats with the same tiles share what depends on the tensor alone.
     """
 
-    def __init__(self) -> None:
-        """Start with nothing counted."""
+    def __init__(self, *operands: Operand) -> None:
+        """Start with nothing counted of these operands, O of them."""
+        self._operands = operands
         self._amaxes: dict[tuple[Operand, Block], Tensor] = {}
         self._nonzero: dict[Operand, Tensor] = {}
         self._scales: list[tuple[Tensor, Tensor]] = []
@@ -97,7 +98,7 @@ class HealthSums:
     def count(self, x: Tensor, quantized: Tensor, tiles: Tiles, scale: Tensor) -> None:
         """Count elements that become zero or saturate, and tiles by their scale.
 
-        Call it for X, W and G of each format in turn. Tiles of zeros and tiles with NaN or Inf do
+        Call it for the operands of each format in turn. Tiles of zeros and tiles with NaN or Inf do
         not count.
 
         Args:
@@ -119,28 +120,30 @@ class HealthSums:
         self._scales.append((scale, self._amaxes[operand, block]))
 
     def sums(self, errors: Tensor, tensors: Iterable[Tensor]) -> Tensor:
-        """Return `LinearSums.health` [1 + F, 3 operands, OPERAND_SUMS], FP32.
+        """Return the operands' part of `LinearSums.health`, [1 + F, O, OPERAND_SUMS], FP32.
 
         Args:
-            errors: |Q(x) - x|^2, FP32 [3 F], in the order of `count`.
-            tensors: X, W and G.
+            errors: |Q(x) - x|^2, FP32 [F O], in the order of `count`.
+            tensors: the operands.
         """
-        parts = [_histogram_part(x, operand) for x, operand in zip(tensors, Operand, strict=True)]
+        pairs = zip(tensors, self._operands, strict=True)
+        parts = [_histogram_part(x, operand) for x, operand in pairs]
         bins = _log2_counts([*self._scales, *((part, part) for part in parts)])
         zeroed = torch.stack(self._zeroed).float()
         saturated = torch.zeros_like(errors)
-        for i, count in enumerate(self._saturated):
-            if count is not None:
-                saturated[i] = count
+        for i, number in enumerate(self._saturated):
+            if number is not None:
+                saturated[i] = number
         by_format = torch.stack([errors, zeroed, saturated], 1)
-        heads = torch.cat([by_format, by_format.new_zeros((len(Operand), ERROR_SUMS))])
-        return torch.cat([heads, bins], 1).view(-1, len(Operand), OPERAND_SUMS)
+        count = len(self._operands)
+        heads = torch.cat([by_format, by_format.new_zeros((count, ERROR_SUMS))])
+        return torch.cat([heads, bins], 1).view(-1, count, OPERAND_SUMS)
 
     def amax(self) -> Tensor:
-        """Return the largest magnitude of X, W and G, FP32 [3]; Inf if one is not finite."""
+        """Return the operands' largest magnitudes, FP32 [O]; Inf if one is not finite."""
         # The amaxes of any tiles will do.
         amaxes = {operand: amax for (operand, _), amax in self._amaxes.items()}
-        found = torch.stack([amax_of(amaxes[operand]) for operand in Operand])
+        found = torch.stack([amax_of(amaxes[operand]) for operand in self._operands])
         return found.nan_to_num_(nan=math.inf, posinf=math.inf)
 
 

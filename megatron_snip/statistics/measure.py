@@ -15,7 +15,7 @@ statistics.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from functools import partial
+from functools import cached_property, partial
 from typing import NamedTuple, Self
 
 import torch
@@ -39,10 +39,11 @@ from megatron_snip.statistics.sensitivity import Sensitivity
 from megatron_snip.topology import LinearKind
 from megatron_snip.types import Gemm, Operand
 
-_HEALTH_ERRORS = ("input_error", "weight_error", "grad_error_in_dgrad")
-"""The errors that health reports: of X and W as fprop quantizes them, and of G as dgrad does.
-`partial_sums` adds up their squares. `grad_error`, without a GEMM in its name, is the error of G as
-wgrad quantizes it. It is a column of the table of statistics; scores of baselines use it."""
+_HEALTH_ERRORS = ("input_error", "grad_error_in_dgrad")
+"""The errors of X and G that health reports: of X as fprop quantizes it, and of G as dgrad does.
+`partial_sums` adds up their squares, `MeasuredWeight` those of W. `grad_error`, without a GEMM in
+its name, is the error of G as wgrad quantizes it. It is a column of the table of statistics; scores
+of baselines use it."""
 
 
 class TensorNumbers(NamedTuple):
@@ -73,12 +74,122 @@ class TensorNumbers(NamedTuple):
         return (self.rotated_amax if is_rotated else self.amax)[index]
 
 
+class WeightCopies(NamedTuple):
+    """W quantized to one format, FP32 [N, K].
+
+    Attributes:
+        fprop: what fprop multiplies by.
+        dgrad: what dgrad multiplies by; with a square block, the same tensor.
+    """
+
+    fprop: Tensor
+    dgrad: Tensor
+
+
+class MeasuredWeight:
+    """W of one linear, and what is measured of W alone: once for the samples of all senders.
+
+    Attributes:
+        source: W [N, K] of this shard.
+        tensor_numbers: what scales of entire tensors are made from; None where no format has such
+            a scale.
+    """
+
+    def __init__(
+        self,
+        weight: Tensor,
+        formats: Mapping[str, Format],
+        tensor_numbers: TensorNumbers | None,
+        keeps_copies: bool,
+    ) -> None:
+        """Compute nothing yet.
+
+        Args:
+            weight: W [N, K] of this shard.
+            formats: what is measured under each name.
+            tensor_numbers: see the class.
+            keeps_copies: whether there are several samples: then the copies of W in all formats
+                are held as long as this object. Else only the caller holds them, one format at a
+                time.
+        """
+        self.source = weight
+        self._formats = formats
+        self.tensor_numbers = tensor_numbers
+        self._keeps_copies = keeps_copies
+        self._copies: dict[str, WeightCopies] = {}
+        self._health = HealthSums(Operand.WEIGHT)
+        self._error_norms: dict[str, Tensor] = {}
+
+    @cached_property
+    def tensor(self) -> Tensor:
+        """W as it is measured: on a CPU in FP32."""
+        return self.source if self.source.is_cuda else self.source.float()
+
+    def copies(self, name: str) -> WeightCopies:
+        """Return W in the format called `name`."""
+        if name in self._copies:
+            return self._copies[name]
+        found = self._quantize(name)
+        if self._keeps_copies:
+            self._copies[name] = found
+        return found
+
+    def measure_error(self, name: str, copies: WeightCopies) -> None:
+        """Keep the norms of W's errors in a format, after the sample's last use of its copies."""
+        error = f"{name}.weight_error_square"
+        if error not in self._error_norms:
+            w = self.tensor
+            # In place where no other sample needs the copy.
+            change = copies.fprop - w if self._keeps_copies else copies.fprop.sub_(w)
+            self._error_norms[error] = _row_norms(change)
+
+    @cached_property
+    def squares(self) -> dict[str, Tensor]:
+        """Sums of squares of W and its errors, FP64 scalars; after all `measure_error`."""
+        norms = {"weight_square": _row_norms(self.tensor)} | self._error_norms
+        return dict(zip(norms, _sums_of_squares(list(norms.values())), strict=True))
+
+    @cached_property
+    def health(self) -> Tensor:
+        """W's part of `PartialSums.health`, [1 + F, 1, OPERAND_SUMS]; after `squares`."""
+        errors = [self.squares[error] for error in self._error_norms]
+        return self._health.sums(torch.stack(errors).float(), [self.tensor])
+
+    @cached_property
+    def amax(self) -> Tensor:
+        """The largest magnitude, FP32 [1]; after `copies`."""
+        return self._health.amax()
+
+    def _quantize(self, name: str) -> WeightCopies:
+        """Quantize W to a format, and count what becomes of it."""
+        w = self.tensor
+        fmt = self._formats[name]
+        numbers = self.tensor_numbers
+        number = None if numbers is None else numbers.of(fmt, Operand.WEIGHT, Gemm.FPROP)
+        quantize = partial(
+            quantize_dequantize_operand,
+            w,
+            fmt,
+            Operand.WEIGHT,
+            tensor_number=number,
+            dtype=torch.float32,
+        )
+        block = operand_block(fmt, Operand.WEIGHT, Gemm.FPROP)
+        tiles = Tiles(Operand.WEIGHT, operand_format(fmt, Operand.WEIGHT), block)
+        scales = self._health.scales(w, tiles, number)
+        fprop = quantize(Gemm.FPROP, scales=scales)
+        self._health.count(w, fprop, tiles, scales[1])
+        if block[0] == block[1]:  # a square block serves both GEMMs
+            return WeightCopies(fprop, fprop)
+        return WeightCopies(fprop, quantize(Gemm.DGRAD))
+
+
 class Operands(NamedTuple):
     """The tensors of a linear on this shard, for the sampled tokens.
 
     Attributes:
         input: X [S, K], single tokens.
-        weight: W [N, K].
+        weight: W [N, K], and what is measured of it alone.
         grad_output: G [S, N], the same tokens.
         input_tiles: X [R, K], the tokens of complete tiles of wgrad.
         grad_output_tiles: G [R, N / stride], the same tokens, every `stride`-th output feature.
@@ -87,7 +198,7 @@ class Operands(NamedTuple):
     """
 
     input: Tensor
-    weight: Tensor
+    weight: MeasuredWeight
     grad_output: Tensor
     input_tiles: Tensor
     grad_output_tiles: Tensor
@@ -96,16 +207,15 @@ class Operands(NamedTuple):
     def of(self, operand: Operand, gemm: Gemm) -> Tensor:
         """Return what enters `gemm`."""
         if operand is Operand.WEIGHT:
-            return self.weight
+            return self.weight.source
         if operand is Operand.INPUT:
             return self.input_tiles if gemm is Gemm.WGRAD else self.input
         return self.grad_output_tiles if gemm is Gemm.WGRAD else self.grad_output
 
-    def as_fp32(self) -> Self:
-        """Return the operands with all tensors in FP32."""
+    def tokens_as_fp32(self) -> Self:
+        """Return the operands with all tensors but W in FP32."""
         return self._replace(
             input=self.input.float(),
-            weight=self.weight.float(),
             grad_output=self.grad_output.float(),
             input_tiles=self.input_tiles.float(),
             grad_output_tiles=self.grad_output_tiles.float(),
@@ -195,27 +305,34 @@ def partial_sums(
         sensitivity: D of the shard; None takes D = 1.
         features: the output features of `grad_output_tiles`.
     """
-    tiles_stream = stream.with_column_stride(features.step or 1, operands.weight.shape[0])
-    if not operands.weight.is_cuda:
+    tiles_stream = stream.with_column_stride(features.step or 1, operands.weight.source.shape[0])
+    if not operands.input.is_cuda:
         # Converted once here; otherwise each product and norm does it. On a GPU the kernels read
         # BF16.
-        operands = operands.as_fp32()
-    x, w, g = operands.input, operands.weight, operands.grad_output
+        operands = operands.tokens_as_fp32()
+    x, w, g = operands.input, operands.weight.tensor, operands.grad_output
     output = matmul_fp32(x, w.t())
     input_grad = matmul_fp32(g, w)
     wgrad = matmul_fp32(operands.grad_output_tiles.t(), operands.input_tiles)
     # Row norms, under the name of the sum of squares that `_sums_of_squares` makes of them.
     norms = {
         "input_square": _row_norms(x),
-        "weight_square": _row_norms(w),
         "grad_square": _row_norms(g),
         "wgrad_square": _row_norms(wgrad),
     }
     outputs = [output]
     input_grads = [input_grad]
-    health = HealthSums()
+    health = HealthSums(Operand.INPUT, Operand.GRAD_OUTPUT)
     for name, fmt in formats.items():
-        errors = _token_errors(operands, fmt, output, input_grad, stream, health)
+        errors = _token_errors(
+            operands,
+            fmt,
+            output,
+            input_grad,
+            name=name,
+            stream=stream,
+            health=health,
+        )
         outputs.append(errors.output)
         input_grads.append(errors.input_grad)
         of_wgrad = _wgrad_errors(operands, fmt, wgrad, tiles_stream, sensitivity, features)
@@ -226,13 +343,16 @@ def partial_sums(
         names = _squares_of("input_grad", formats)
         norms |= zip(names, map(_row_norms, input_grads), strict=True)
     squares = dict(zip(norms, _sums_of_squares(list(norms.values())), strict=True))
+    squares |= operands.weight.squares
 
     scalar_names = _scalar_names(kind, formats)
     scalars = torch.stack([squares[name] for name in scalar_names]).float()
     health_errors = [
         squares[f"{name}.{error}_square"] for name in formats for error in _HEALTH_ERRORS
     ]
-    health_sums = health.sums(torch.stack(health_errors).float(), (x, w, g))
+    of_tokens = health.sums(torch.stack(health_errors).float(), (x, g))
+    health_sums = torch.cat([of_tokens[:, :1], operands.weight.health, of_tokens[:, 1:]], 1)
+    amaxes = health.amax()
     if num_shards > 1:
         # Every shard holds G (row-parallel) or X (column-parallel) in full, and adds it to the sum
         # over shards. It must count once there.
@@ -248,7 +368,7 @@ def partial_sums(
         tokens=None if is_row else _token_sums(g, all_outputs),
         scalars=scalars,
         health=health_sums,
-        amax=health.amax(),
+        amax=torch.cat([amaxes[:1], operands.weight.amax, amaxes[1:]]),
     )
 
 
@@ -257,6 +377,8 @@ def _token_errors(
     fmt: Format,
     output: Tensor,
     input_grad: Tensor,
+    *,
+    name: str,
     stream: StochasticStream,
     health: HealthSums,
 ) -> _FormatErrors:
@@ -267,21 +389,19 @@ def _token_errors(
         fmt: what they are quantized to.
         output: Y [S, N] without errors.
         input_grad: dX [S, K] without errors.
+        name: the name of the format.
         stream: random numbers of G.
-        health: counts what becomes of each operand.
+        health: counts what becomes of X and G.
     """
     x_q = _quantized_and_counted(operands, fmt, Operand.INPUT, Gemm.FPROP, health)
-    w_q = _quantized_and_counted(operands, fmt, Operand.WEIGHT, Gemm.FPROP, health)
     g_q = _quantized_and_counted(operands, fmt, Operand.GRAD_OUTPUT, Gemm.DGRAD, health, stream)
-    output_error = matmul_fp32(x_q, w_q.t()).sub_(output)
-    dgrad_w_q = w_q  # a square block serves both GEMMs
-    if fmt.weight_block[0] != fmt.weight_block[1]:
-        dgrad_w_q = _quantized(operands, fmt, Operand.WEIGHT, Gemm.DGRAD)
-    input_grad_error = matmul_fp32(g_q, dgrad_w_q).sub_(input_grad)
+    copies = operands.weight.copies(name)
+    output_error = matmul_fp32(x_q, copies.fprop.t()).sub_(output)
+    input_grad_error = matmul_fp32(g_q, copies.dgrad).sub_(input_grad)
+    operands.weight.measure_error(name, copies)
     # In place: these were the last uses of what is quantized.
     norms = {
         "input_error_square": _row_norms(x_q.sub_(operands.input)),
-        "weight_error_square": _row_norms(w_q.sub_(operands.weight)),
         "grad_error_in_dgrad_square": _row_norms(g_q.sub_(operands.grad_output)),
     }
     return _FormatErrors(output_error, input_grad_error, norms)

@@ -34,6 +34,7 @@ from megatron_snip.quantizers.reference import amax_of
 from megatron_snip.quantizers.stochastic import grad_output_stream
 from megatron_snip.statistics.health_table import HealthTable
 from megatron_snip.statistics.measure import (
+    MeasuredWeight,
     Operands,
     PartialSums,
     TensorNumbers,
@@ -94,6 +95,21 @@ class _Call:
     input_is_split: bool
     output_is_split: bool
     prepare_input: Callable[[Tensor], Tensor] | None
+
+
+@dataclass(frozen=True)
+class _Kept:
+    """What the forward keeps of a linear's input for the backward.
+
+    Attributes:
+        samples: the sampled tokens of each sender.
+        amaxes: FP32 [2], the largest magnitudes over all tokens of this shard: of X, and of X after
+            the Hadamard transform of wgrad. None if no format has a scale of an entire tensor, or
+            if measuring has failed.
+    """
+
+    samples: list[Sample]
+    amaxes: Tensor | None
 
 
 class StepObserver:
@@ -198,7 +214,7 @@ class StepObserver:
         )
         with self._measuring():
             forward_scales = self._delayed(delayed_scales)
-            samples = self._samples(call, input.detach())
+            kept = self._keep(call, input.detach())
 
         def on_backward(grad: Tensor) -> None:
             with self._measuring():
@@ -206,8 +222,7 @@ class StepObserver:
                 delayed = self._delayed(delayed_scales)
                 for fmt, scales in forward_scales.items():
                     delayed[fmt] = torch.cat([scales[:2], delayed[fmt][2:]])
-                for sample in samples:
-                    self._measure(call, sample, flat, delayed)
+                self._measure(call, kept, flat, delayed)
 
         return tap(output, on_backward)
 
@@ -235,13 +250,18 @@ class StepObserver:
         finally:
             self.seconds += time.perf_counter() - begin
 
-    def _samples(self, call: _Call, input: Tensor) -> list[Sample]:
-        """Keep the sampled tokens of a linear's input, by sender; communicates nothing."""
+    def _keep(self, call: _Call, input: Tensor) -> _Kept:
+        """Keep what the backward needs of a linear's input; communicates nothing."""
+        x = input.reshape(-1, input.shape[-1])
+        samples = self._draw_samples(call, x.shape[0])
+        return _Kept(samples, self._try(call.placement, partial(self._fill, call, samples, x)))
+
+    def _draw_samples(self, call: _Call, num_rows: int) -> list[Sample]:
+        """Return the sampled tokens of a linear's input by sender, without X."""
         placement = call.placement
         forward = self._num_forwards[placement]
         self._num_forwards[placement] += 1
-        x = input.reshape(-1, input.shape[-1])
-        num_tokens = x.shape[0] * (call.token_axis.size if call.input_is_split else 1)
+        num_tokens = num_rows * (call.token_axis.size if call.input_is_split else 1)
         # Rows of an expert can come from every data rank. All other rows are this rank's own.
         senders = self._topology.data
         rows_by_sender = self._rows_by_sender(placement, num_tokens)
@@ -253,24 +273,25 @@ class StepObserver:
             # Microbatches are numbered over all senders in turn: if there are two senders, sender 0
             # has the numbers 0, 2, 4 ..
             drawn = self._draw(len(rows), forward * senders.size + sender)
-            sample = replace(drawn, rows=rows[drawn.rows])
-            self._try(placement, partial(self._keep, call, sample, x))
-            samples.append(sample)
+            samples.append(replace(drawn, rows=rows[drawn.rows]))
         return samples
 
-    def _keep(self, call: _Call, sample: Sample, x: Tensor) -> None:
-        """Put the sampled rows of X [tokens, K] into the sample."""
+    def _fill(self, call: _Call, samples: list[Sample], x: Tensor) -> Tensor | None:
+        """Put the sampled rows of X [tokens, K] into the samples; return `_Kept.amaxes`."""
         prepare = call.prepare_input
+        amaxes = None
         if self._needs_numbers:
             # The amax is of all tokens, so all are prepared, and not the sampled rows alone.
             if prepare is not None:
                 x = prepare(x)
                 prepare = None
-            sample.input_amax = amax_of(x)
-        if self._rotation is not None:
-            sample.rotated_amax = rotated_amax(x, self._rotation)
-        own = rows_of(x, sample.rows, call.input_is_split, call.token_axis)
-        sample.input = own if prepare is None else replace(own, values=prepare(own.values))
+            amax = amax_of(x)
+            rotated = amax if self._rotation is None else rotated_amax(x, self._rotation)
+            amaxes = torch.stack([amax, rotated])
+        for sample in samples:
+            own = rows_of(x, sample.rows, call.input_is_split, call.token_axis)
+            sample.input = own if prepare is None else replace(own, values=prepare(own.values))
+        return amaxes
 
     def _delayed(self, scales: DelayedScales | None) -> dict[Format, Tensor]:
         """Return the scales [3] of X, W and G in each format with delayed scaling."""
@@ -280,26 +301,35 @@ class StepObserver:
         return {fmt: scales(fmt) for fmt in formats if fmt.scale is ScaleType.DELAYED}
 
     def _measure(
-        self, call: _Call, sample: Sample, grad: Tensor, delayed: dict[Format, Tensor]
+        self, call: _Call, kept: _Kept, grad: Tensor, delayed: dict[Format, Tensor]
     ) -> None:
-        """All ranks of the tensor axis: measure one linear on one microbatch.
+        """All ranks of the tensor axis: measure one linear on the microbatch of each sender.
 
         Args:
             call: the forward.
-            sample: what the forward kept.
+            kept: what the forward kept.
             grad: G [tokens, N] of all tokens.
             delayed: the linear's scales [3] of X, W and G if it runs delayed scaling.
         """
+        tensor = self._try(call.placement, call.weight)
+        if tensor is None:
+            tensor = grad.new_zeros((grad.shape[-1], call.num_inputs))
+        numbers = self._tensor_numbers(call, kept, tensor, grad, delayed)
+        several = len(kept.samples) > 1
+        weight = MeasuredWeight(tensor, self._settings.formats, numbers, keeps_copies=several)
+        for sample in kept.samples:
+            self._measure_sample(call, sample, weight, grad)
+
+    def _measure_sample(
+        self, call: _Call, sample: Sample, weight: MeasuredWeight, grad: Tensor
+    ) -> None:
+        """All ranks of the tensor axis: measure one linear on the microbatch of one sender."""
         placement = call.placement
         settings = self._settings
-        weight = self._try(placement, call.weight)
-        if weight is None:
-            weight = grad.new_zeros((grad.shape[-1], call.num_inputs))
-        x, g = self._sampled_rows(call, sample, weight, grad)
-        numbers = self._tensor_numbers(call, sample, weight, grad, delayed)
+        x, g = self._sampled_rows(call, sample, weight.source, grad)
         stream = grad_output_stream(settings.seed, placement, settings.iteration, sample.microbatch)
         features = self._try(
-            placement, partial(sampled_features, stream, weight.shape[0], sample.first_feature)
+            placement, partial(sampled_features, stream, grad.shape[1], sample.first_feature)
         )
         features = features or slice(None)
         operands = Operands(
@@ -308,7 +338,7 @@ class StepObserver:
             grad_output=g[sample.single],
             input_tiles=x[sample.in_tiles],
             grad_output_tiles=g[sample.in_tiles, features],
-            tensor_numbers=numbers,
+            tensor_numbers=weight.tensor_numbers,
         )
         measure = partial(
             partial_sums,
@@ -327,7 +357,9 @@ class StepObserver:
         if placement.tensor.group is not None:
             if sums is None:
                 num_single = len(operands.input)
-                sums = PartialSums.zeros(placement.kind, num_single, weight, settings.formats)
+                sums = PartialSums.zeros(
+                    placement.kind, num_single, weight.source, settings.formats
+                )
             sums = sums.summed(placement.tensor.group)
         # The sums are those of all shards; one rank adds them to the table.
         if sums is not None and placement.tensor.rank == 0:
@@ -435,7 +467,7 @@ class StepObserver:
     def _tensor_numbers(
         self,
         call: _Call,
-        sample: Sample,
+        kept: _Kept,
         weight: Tensor,
         grad: Tensor,
         delayed: dict[Format, Tensor],
@@ -452,14 +484,14 @@ class StepObserver:
             return None
 
         def find() -> TensorNumbers:
-            assert sample.input_amax is not None, "stored in the forward"
+            assert kept.amaxes is not None, "stored in the forward"
+            input_amax, rotated_input = kept.amaxes
             weight_amax = amax_of(weight)
-            amax = torch.stack([sample.input_amax, weight_amax, amax_of(grad)])
+            amax = torch.stack([input_amax, weight_amax, amax_of(grad)])
             rotated = amax
             if self._rotation is not None:
-                assert sample.rotated_amax is not None, "stored in the forward"
                 rotated_grad = rotated_amax(grad, self._rotation)
-                rotated = torch.stack([sample.rotated_amax, weight_amax, rotated_grad])
+                rotated = torch.stack([rotated_input, weight_amax, rotated_grad])
             return TensorNumbers(amax, rotated, delayed)
 
         found = self._try(call.placement, find)

@@ -89,8 +89,6 @@ class Sample:
         expansions: Factors from sums over the S tokens, and from sums over the R tokens, to sums
             over all tokens.
         input: X of the sample's rows that this rank holds.
-        input_amax: Largest magnitude of X over all tokens of this shard, where a format needs it.
-        rotated_amax: The same after the Hadamard transform of wgrad.
     """
 
     microbatch: int
@@ -101,8 +99,6 @@ class Sample:
     first_feature: int | None
     expansions: tuple[float, float]
     input: OwnRows | None = None
-    input_amax: Tensor | None = None
-    rotated_amax: Tensor | None = None
 
 
 def draw_sample(settings: MeasureSettings, num_tokens: int, microbatch: int) -> Sample:

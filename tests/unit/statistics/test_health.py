@@ -82,7 +82,7 @@ def test_zeros_of_a_tile_that_is_not_finite_do_not_hide_underflow(name: str, bad
     fmt, x = get_format(name), torch.tensor([[1e-9] * 127 + [1.0], [0.0] * 127 + [bad]])
     tensor_amax = x.abs().amax() if fmt.needs_tensor_number else None
     quantized = quantize_dequantize(x, fmt, (1, fmt.tile))
-    health = HealthSums()
+    health = HealthSums(*Operand)
     for operand in Operand:
         tiles = Tiles(operand, fmt, (1, fmt.tile))
         _, scale = health.scales(x, tiles, tensor_amax)

@@ -1,5 +1,7 @@
 """What an observed iteration measures, of which sample, and that observing changes nothing."""
 
+from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -8,6 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 from megatron_snip.collectives import RemoteFailure
 from megatron_snip.quantizers.stochastic import ColumnMap, StochasticStream, StreamKey
+from megatron_snip.statistics import measure
 from megatron_snip.statistics import observer as observer_module
 from megatron_snip.statistics.observer import StepObserver
 from megatron_snip.statistics.sample import (
@@ -17,6 +20,7 @@ from megatron_snip.statistics.sample import (
     sampled_features,
 )
 from megatron_snip.topology import Axis, Placement, Topology
+from megatron_snip.types import Gemm, Operand
 from tests.unit.statistics.equations import FORMATS, NAME, SEED, STEP, Toy, largest_error, row_of
 
 ALL = MeasureSettings(FORMATS, STEP, SEED, all_tokens=True)
@@ -167,6 +171,39 @@ def test_tokens_of_several_senders_are_measured_as_microbatches_of_their_own() -
         assert getattr(row.formats["fp4"], name) == pytest.approx(
             wanted[f"fp4.{name}"], rel=tolerance
         )
+
+
+def test_a_weight_is_quantized_once_for_all_senders(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And the sums are bit for bit those of a call of the linear for each sender."""
+    toy = Toy.make("column", microbatches=3)
+    place = replace(toy.placement(Topology()), expert=3)
+    real = measure.quantize_dequantize_operand
+    calls: Counter[tuple[Operand, Gemm]] = Counter()
+
+    def counted(x: Any, fmt: Any, operand: Operand, gemm: Gemm, **named: Any) -> torch.Tensor:
+        calls[operand, gemm] += 1
+        return real(x, fmt, operand, gemm, **named)
+
+    monkeypatch.setattr(measure, "quantize_dequantize_operand", counted)
+
+    def observed(xs: Any, gs: Any, topology: Topology, parts: Any) -> Any:
+        observer = StepObserver(ALL, topology, {}, lambda placement, rows: parts)
+        weight = toy.weight.bfloat16().requires_grad_()
+        for x, g in zip(xs, gs, strict=True):
+            output = torch.nn.functional.linear(x.bfloat16(), weight)
+            observer.observe(place, x.bfloat16(), weight, output).backward(g.bfloat16())
+        statistics, health = observer.table([place.info], 1.0, None)
+        return vars(statistics.linears[0]), health.to_dict()
+
+    parts = dict(enumerate(torch.arange(3 * 128).split(128)))
+    together = observed(
+        [torch.cat(toy.inputs)], [torch.cat(toy.grads)], Topology(data=Axis(0, 3)), parts
+    )
+    # Both formats have square blocks: fprop's copy serves dgrad.
+    assert calls[Operand.WEIGHT, Gemm.FPROP] == len(FORMATS)
+    assert calls[Operand.WEIGHT, Gemm.DGRAD] == 0
+    assert calls[Operand.INPUT, Gemm.FPROP] == 3 * len(FORMATS)
+    assert together == observed(toy.inputs, toy.grads, Topology(), None)
 
 
 @pytest.mark.parametrize(("cols", "chunks"), [(512, 1), (768, 1), (512, 2), (516, 1), (264, 2)])
