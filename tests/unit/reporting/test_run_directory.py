@@ -217,7 +217,7 @@ def test_a_writer_that_fails_stops_neither_training_nor_the_other_writers(
 ) -> None:
     class Failing:
         def write(self, event: Event) -> None:
-            raise OSError("disk full")
+            self.close()
 
         def close(self) -> None:
             raise OSError("disk full")
