@@ -31,7 +31,8 @@ STYLES = dict(
         strict=True,
     )
 )
-"""Color, marker and line of each variant; lines are dashed where a linear has one format."""
+"""Color, marker and line of each variant. Where a linear has one format, lines are dashed and
+markers hollow."""
 
 LEAST_SEEDS = 3
 
@@ -63,7 +64,16 @@ def draw(rows: list[dict[str, Any]], estimates: Mapping[str, Estimate], path: Pa
         panel.set_ylim(bottom=0)
         panel.grid(alpha=0.3)
     handles = [
-        Line2D([], [], color=color, marker=marker, linestyle=line, ms=5, lw=1.2, label=variant)
+        Line2D(
+            [],
+            [],
+            color=color,
+            marker=marker,
+            mfc=_fill(color, line),
+            ls=line,
+            lw=1.2,
+            label=variant,
+        )
         for variant, (color, marker, line) in STYLES.items()
     ]
     panels[0].legend(handles=handles, frameon=False, fontsize=8)
@@ -78,7 +88,7 @@ def _draw_estimate(panel: Axes, estimate: Estimate) -> None:
 
 
 def _draw_runs(panel: Axes, found: Mapping[str, Curve]) -> None:
-    for k, (variant, (color, marker, _)) in enumerate(STYLES.items()):
+    for k, (variant, (color, marker, line)) in enumerate(STYLES.items()):
         for share, gaps in found.get(variant, {}).items():
             if len(gaps) < LEAST_SEEDS:
                 continue
@@ -89,7 +99,12 @@ def _draw_runs(panel: Axes, found: Mapping[str, Curve]) -> None:
                 yerr=mean.half,
                 fmt=marker,
                 color=color,
+                mfc=_fill(color, line),
                 ms=5,
                 capsize=2,
                 elinewidth=0.8,
             )
+
+
+def _fill(color: str, line: str) -> str:
+    return color if line == "-" else "white"
