@@ -257,6 +257,7 @@ def _draw_words(counters: Tensor, key: int, words: Tensor) -> None:
         c3 ^= key1
         c3 ^= c0 >> 32
         c3 &= _WORD
+        # The next round's (c0, c1, c2, c3), each in the memory of another one.
         c0, c1, c2, c3 = c1, c2, c3, c0
     packed[:, 0] = c0 | (c1 << 32)
     packed[:, 1] = c2 | (c3 << 32)

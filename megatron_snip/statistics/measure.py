@@ -14,8 +14,8 @@ output features. Products accumulate in FP32. On a tensor-parallel rank the tens
 statistics.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
-from functools import cached_property, partial
+from collections.abc import Iterable, Mapping
+from functools import partial
 from typing import NamedTuple, Self
 
 import torch
@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megatron_snip.collectives import sum_together
-from megatron_snip.formats import Format, ScaleType
+from megatron_snip.formats import Format
 from megatron_snip.matmul import matmul_fp32
 from megatron_snip.quantizers.quantize import (
     operand_block,
@@ -31,9 +31,9 @@ from megatron_snip.quantizers.quantize import (
     quantize_dequantize_operand,
     rotated,
 )
-from megatron_snip.quantizers.reference import tensor_scale
 from megatron_snip.quantizers.stochastic import StochasticStream
 from megatron_snip.statistics.health import HealthSums, Tiles
+from megatron_snip.statistics.operands import Operands, row_norms, sums_of_squares
 from megatron_snip.statistics.rows import OPERAND_SUMS
 from megatron_snip.statistics.sensitivity import Sensitivity
 from megatron_snip.topology import LinearKind
@@ -44,187 +44,6 @@ _HEALTH_ERRORS = ("input_error", "grad_error_in_dgrad")
 `partial_sums` adds up their squares, `MeasuredWeight` those of W. `grad_error`, without a GEMM in
 its name, is the error of G as wgrad quantizes it. It is a column of the table of statistics; scores
 of baselines use it."""
-
-
-class TensorNumbers(NamedTuple):
-    """What scales of entire tensors are made from: FP32 [3] each, of X, W and G in this order.
-
-    Attributes:
-        amax: the largest magnitudes over all tokens of a microbatch, and over the ranks that share
-            the scale.
-        rotated_amax: the same after the Hadamard transform of wgrad's operands (W has none).
-        delayed: the scales of a format with delayed scaling. Without them, those that `amax` would
-            give.
-    """
-
-    amax: Tensor
-    rotated_amax: Tensor
-    delayed: Mapping[Format, Tensor]
-
-    def of(self, fmt: Format, operand: Operand, gemm: Gemm) -> Tensor:
-        """Return the `tensor_number` of an operand: an amax, or for delayed scaling a scale."""
-        index = list(Operand).index(operand)
-        if fmt.scale is ScaleType.DELAYED:
-            if fmt in self.delayed:
-                return self.delayed[fmt][index]
-            element = operand_format(fmt, operand).element
-            assert element is not None
-            return tensor_scale(self.amax[index], element)
-        is_rotated = gemm is Gemm.WGRAD and fmt.wgrad_hadamard > 0
-        return (self.rotated_amax if is_rotated else self.amax)[index]
-
-
-class WeightCopies(NamedTuple):
-    """W quantized to one format, FP32 [N, K].
-
-    Attributes:
-        fprop: what fprop multiplies by.
-        dgrad: what dgrad multiplies by; with a square block, the same tensor.
-    """
-
-    fprop: Tensor
-    dgrad: Tensor
-
-
-class MeasuredWeight:
-    """W of one linear, and what is measured of W alone: once for the samples of all senders.
-
-    Attributes:
-        source: W [N, K] of this shard.
-        tensor_numbers: what scales of entire tensors are made from; None where no format has such
-            a scale.
-    """
-
-    def __init__(
-        self,
-        weight: Tensor,
-        formats: Mapping[str, Format],
-        tensor_numbers: TensorNumbers | None,
-        keeps_copies: bool,
-    ) -> None:
-        """Compute nothing yet.
-
-        Args:
-            weight: W [N, K] of this shard.
-            formats: what is measured under each name.
-            tensor_numbers: see the class.
-            keeps_copies: whether there are several samples: then the copies of W in all formats
-                are held as long as this object. Else only the caller holds them, one format at a
-                time.
-        """
-        self.source = weight
-        self._formats = formats
-        self.tensor_numbers = tensor_numbers
-        self._keeps_copies = keeps_copies
-        self._copies: dict[str, WeightCopies] = {}
-        self._health = HealthSums(Operand.WEIGHT)
-        self._error_norms: dict[str, Tensor] = {}
-
-    @cached_property
-    def tensor(self) -> Tensor:
-        """W as it is measured: on a CPU in FP32."""
-        return self.source if self.source.is_cuda else self.source.float()
-
-    def copies(self, name: str) -> WeightCopies:
-        """Return W in the format called `name`."""
-        if name in self._copies:
-            return self._copies[name]
-        found = self._quantize(name)
-        if self._keeps_copies:
-            self._copies[name] = found
-        return found
-
-    def measure_error(self, name: str, copies: WeightCopies) -> None:
-        """Keep the norms of W's errors in a format, after the sample's last use of its copies."""
-        error = f"{name}.weight_error_square"
-        if error not in self._error_norms:
-            w = self.tensor
-            # In place where no other sample needs the copy.
-            change = copies.fprop - w if self._keeps_copies else copies.fprop.sub_(w)
-            self._error_norms[error] = _row_norms(change)
-
-    @cached_property
-    def squares(self) -> dict[str, Tensor]:
-        """Sums of squares of W and its errors, FP64 scalars; after all `measure_error`."""
-        norms = {"weight_square": _row_norms(self.tensor)} | self._error_norms
-        return dict(zip(norms, _sums_of_squares(list(norms.values())), strict=True))
-
-    @cached_property
-    def health(self) -> Tensor:
-        """W's part of `PartialSums.health`, [1 + F, 1, OPERAND_SUMS]; after `squares`."""
-        errors = [self.squares[error] for error in self._error_norms]
-        return self._health.sums(torch.stack(errors).float(), [self.tensor])
-
-    @cached_property
-    def amax(self) -> Tensor:
-        """The largest magnitude, FP32 [1]; after `copies`."""
-        return self._health.amax()
-
-    def _quantize(self, name: str) -> WeightCopies:
-        """Quantize W to a format, and count what becomes of it."""
-        w = self.tensor
-        fmt = self._formats[name]
-        numbers = self.tensor_numbers
-        number = None if numbers is None else numbers.of(fmt, Operand.WEIGHT, Gemm.FPROP)
-        quantize = partial(
-            quantize_dequantize_operand,
-            w,
-            fmt,
-            Operand.WEIGHT,
-            tensor_number=number,
-            dtype=torch.float32,
-        )
-        block = operand_block(fmt, Operand.WEIGHT, Gemm.FPROP)
-        tiles = Tiles(Operand.WEIGHT, operand_format(fmt, Operand.WEIGHT), block)
-        scales = self._health.scales(w, tiles, number)
-        fprop = quantize(Gemm.FPROP, scales=scales)
-        self._health.count(w, fprop, tiles, scales[1])
-        if block[0] == block[1]:  # a square block serves both GEMMs
-            return WeightCopies(fprop, fprop)
-        return WeightCopies(fprop, quantize(Gemm.DGRAD))
-
-
-class Operands(NamedTuple):
-    """The tensors of a linear on this shard, for the sampled tokens.
-
-    Attributes:
-        input: X [S, K], single tokens.
-        weight: W [N, K], and what is measured of it alone.
-        grad_output: G [S, N], the same tokens.
-        input_tiles: X [R, K], the tokens of complete tiles of wgrad.
-        grad_output_tiles: G [R, N / stride], the same tokens, every `stride`-th output feature.
-        tensor_numbers: what scales of entire tensors are made from; None where no format has such a
-            scale.
-    """
-
-    input: Tensor
-    weight: MeasuredWeight
-    grad_output: Tensor
-    input_tiles: Tensor
-    grad_output_tiles: Tensor
-    tensor_numbers: TensorNumbers | None = None
-
-    def of(self, operand: Operand, gemm: Gemm) -> Tensor:
-        """Return what enters `gemm`."""
-        if operand is Operand.WEIGHT:
-            return self.weight.source
-        if operand is Operand.INPUT:
-            return self.input_tiles if gemm is Gemm.WGRAD else self.input
-        return self.grad_output_tiles if gemm is Gemm.WGRAD else self.grad_output
-
-    def tokens_as_fp32(self) -> Self:
-        """Return the operands with all tensors but W in FP32."""
-        return self._replace(
-            input=self.input.float(),
-            grad_output=self.grad_output.float(),
-            input_tiles=self.input_tiles.float(),
-            grad_output_tiles=self.grad_output_tiles.float(),
-        )
-
-    def tensor_number(self, fmt: Format, operand: Operand, gemm: Gemm) -> Tensor | None:
-        """Return what a scale per tensor is made from (`TensorNumbers.of`), if it is known."""
-        numbers = self.tensor_numbers
-        return None if numbers is None else numbers.of(fmt, operand, gemm)
 
 
 class PartialSums(NamedTuple):
@@ -276,7 +95,7 @@ class _FormatErrors(NamedTuple):
         output: eY [S, N].
         input_grad: eX [S, K].
         norms: the row norms of every other error. The key is the name of the sum of squares that
-            `_sums_of_squares` makes of them later, such as `input_error_square`.
+            `sums_of_squares` makes of them later, such as `input_error_square`.
     """
 
     output: Tensor
@@ -310,15 +129,17 @@ def partial_sums(
         # Converted once here; otherwise each product and norm does it. On a GPU the kernels read
         # BF16.
         operands = operands.tokens_as_fp32()
-    x, w, g = operands.input, operands.weight.tensor, operands.grad_output
+    x = operands.input
+    w = operands.weight.tensor
+    g = operands.grad_output
     output = matmul_fp32(x, w.t())
     input_grad = matmul_fp32(g, w)
     wgrad = matmul_fp32(operands.grad_output_tiles.t(), operands.input_tiles)
-    # Row norms, under the name of the sum of squares that `_sums_of_squares` makes of them.
+    # Row norms, under the name of the sum of squares that `sums_of_squares` makes of them.
     norms = {
-        "input_square": _row_norms(x),
-        "grad_square": _row_norms(g),
-        "wgrad_square": _row_norms(wgrad),
+        "input_square": row_norms(x),
+        "grad_square": row_norms(g),
+        "wgrad_square": row_norms(wgrad),
     }
     outputs = [output]
     input_grads = [input_grad]
@@ -336,13 +157,13 @@ def partial_sums(
         outputs.append(errors.output)
         input_grads.append(errors.input_grad)
         of_wgrad = _wgrad_errors(operands, fmt, wgrad, tiles_stream, sensitivity, features)
-        for error, row_norms in (errors.norms | of_wgrad).items():
-            norms[f"{name}.{error}"] = row_norms
+        for error, norms_of_error in (errors.norms | of_wgrad).items():
+            norms[f"{name}.{error}"] = norms_of_error
     if kind == "row":
         # In a column-parallel linear dX is a sum over shards: its square comes later (`totals`).
         names = _squares_of("input_grad", formats)
-        norms |= zip(names, map(_row_norms, input_grads), strict=True)
-    squares = dict(zip(norms, _sums_of_squares(list(norms.values())), strict=True))
+        norms |= zip(names, map(row_norms, input_grads), strict=True)
+    squares = dict(zip(norms, sums_of_squares(list(norms.values())), strict=True))
     squares |= operands.weight.squares
 
     scalar_names = _scalar_names(kind, formats)
@@ -401,8 +222,8 @@ def _token_errors(
     operands.weight.measure_error(name, copies)
     # In place: these were the last uses of what is quantized.
     norms = {
-        "input_error_square": _row_norms(x_q.sub_(operands.input)),
-        "grad_error_in_dgrad_square": _row_norms(g_q.sub_(operands.grad_output)),
+        "input_error_square": row_norms(x_q.sub_(operands.input)),
+        "grad_error_in_dgrad_square": row_norms(g_q.sub_(operands.grad_output)),
     }
     return _FormatErrors(output_error, input_grad_error, norms)
 
@@ -425,12 +246,12 @@ def _wgrad_errors(
     error = matmul_fp32(g_q.t(), x_q).sub_(wgrad)
     rotated_g = rotated(operands.grad_output_tiles, fmt, Gemm.WGRAD)
     norms = {
-        "grad_error_square": _row_norms(g_q.sub_(rotated_g)),
-        "wgrad_error_square": _row_norms(error),
+        "grad_error_square": row_norms(g_q.sub_(rotated_g)),
+        "wgrad_error_square": row_norms(error),
     }
     if sensitivity is not None:
         error.mul_(sensitivity.row[features, None]).mul_(sensitivity.col)
-    norms["local_square"] = _row_norms(error)
+    norms["local_square"] = row_norms(error)
     return norms
 
 
@@ -529,18 +350,6 @@ def _squares_of(tensor: str, formats: Iterable[str]) -> list[str]:
     return [f"{tensor}_square", *(f"{name}.{tensor}_error_square" for name in formats)]
 
 
-def _sums_of_squares(norms: Sequence[Tensor]) -> Tensor:
-    """Return the sum of squares of each matrix from the norms of its rows, FP64."""
-    squares = torch.cat(list(norms)).square().double()
-    return torch.stack([part.sum() for part in torch.split(squares, [len(n) for n in norms])])
-
-
 def _token_squares(tensor: Tensor) -> Tensor:
     """Return each row's sum of squares, FP32: [.., rows, cols] -> [.., rows]."""
-    return _row_norms(tensor).square()
-
-
-def _row_norms(tensor: Tensor) -> Tensor:
-    """Return each row's norm, FP32: [.., rows, cols] -> [.., rows]."""
-    norms: Tensor = torch.linalg.vector_norm(tensor, dim=-1, dtype=torch.float32)
-    return norms
+    return row_norms(tensor).square()

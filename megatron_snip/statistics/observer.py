@@ -33,14 +33,8 @@ from megatron_snip.quantizers.quantize import rotated_amax
 from megatron_snip.quantizers.reference import amax_of
 from megatron_snip.quantizers.stochastic import grad_output_stream
 from megatron_snip.statistics.health_table import HealthTable
-from megatron_snip.statistics.measure import (
-    MeasuredWeight,
-    Operands,
-    PartialSums,
-    TensorNumbers,
-    partial_sums,
-    totals,
-)
+from megatron_snip.statistics.measure import PartialSums, partial_sums, totals
+from megatron_snip.statistics.operands import MeasuredWeight, Operands, TensorNumbers
 from megatron_snip.statistics.records import StatisticsTable, column_of
 from megatron_snip.statistics.reduce import RankSums, reduce_sums
 from megatron_snip.statistics.rows import RowLayout

@@ -36,7 +36,7 @@ from megatron_snip.linears.te.recipe import TERecipe
 from megatron_snip.linears.te.recipe_table import RECIPES
 from megatron_snip.quantizers.quantize import quantize_dequantize_operand
 from megatron_snip.statistics import observer
-from megatron_snip.statistics.measure import Operands
+from megatron_snip.statistics.operands import Operands
 from megatron_snip.statistics.sample import MeasureSettings
 from megatron_snip.types import GEMM_OPERANDS, Gemm, Operand
 from tests import models

@@ -86,7 +86,8 @@ def test_each_rank_of_a_pipeline_reads_the_file_of_its_stage(te_lab: Lab, tmp_pa
     job = [*TE, *SHORT, "--fp8-format", "e4m3", "--fp8-recipe", "mxfp8"]
     measured = te_lab.run("pp2", [*job, *COLLECT_ONLY, *FORMATS])
     measured.finished()
-    problem, plan = measured.output / "problems" / "3.json", tmp_path / "static.json"
+    problem = measured.output / "problems" / "3.json"
+    plan = tmp_path / "static.json"
     output = tmp_path / "precision.yaml"
     assert main(["plan", str(problem), "--target", "0.75", "--output", str(plan)]) == 0
     words = ["export", str(plan), "--capability", "10.0", "--fp8-recipe", "mxfp8"]

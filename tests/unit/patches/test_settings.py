@@ -127,7 +127,8 @@ def test_paths_are_those_of_the_directory_in_which_the_job_was_started(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_new_program: bool
 ) -> None:
     """run_recipe.py of Megatron-Bridge 0.6 changes it, and then may start itself anew."""
-    start, other = tmp_path / "start", tmp_path / "other"
+    start = tmp_path / "start"
+    other = tmp_path / "other"
     start.mkdir()
     other.mkdir()
     text = "interval: 9\nplan_file: plans/1.json\nreference: bf16\noutput_dir: here\n"

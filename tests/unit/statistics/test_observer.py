@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 from megatron_snip.collectives import RemoteFailure
 from megatron_snip.quantizers.stochastic import ColumnMap, StochasticStream, StreamKey
-from megatron_snip.statistics import measure
+from megatron_snip.statistics import measure, operands
 from megatron_snip.statistics import observer as observer_module
 from megatron_snip.statistics.observer import StepObserver
 from megatron_snip.statistics.sample import (
@@ -184,7 +184,8 @@ def test_a_weight_is_quantized_once_for_all_senders(monkeypatch: pytest.MonkeyPa
         calls[operand, gemm] += 1
         return real(x, fmt, operand, gemm, **named)
 
-    monkeypatch.setattr(measure, "quantize_dequantize_operand", counted)
+    for module in (measure, operands):
+        monkeypatch.setattr(module, "quantize_dequantize_operand", counted)
 
     def observed(xs: Any, gs: Any, topology: Topology, parts: Any) -> Any:
         observer = StepObserver(ALL, topology, {}, lambda placement, rows: parts)

@@ -1,0 +1,215 @@
+"""What enters the GEMMs of a linear that is measured, and what is measured of W alone.
+
+X and G are of the sampled tokens of one microbatch. W serves the samples of all senders: an expert
+has one for each data rank that sent it tokens.
+"""
+
+from collections.abc import Mapping, Sequence
+from functools import cached_property, partial
+from typing import NamedTuple, Self
+
+import torch
+from torch import Tensor
+
+from megatron_snip.formats import Format, ScaleType
+from megatron_snip.quantizers.quantize import (
+    operand_block,
+    operand_format,
+    quantize_dequantize_operand,
+)
+from megatron_snip.quantizers.reference import tensor_scale
+from megatron_snip.statistics.health import HealthSums, Tiles
+from megatron_snip.types import Gemm, Operand
+
+
+class TensorNumbers(NamedTuple):
+    """What scales of entire tensors are made from: FP32 [3] each, of X, W and G in this order.
+
+    Attributes:
+        amax: the largest magnitudes over all tokens of a microbatch, and over the ranks that share
+            the scale.
+        rotated_amax: the same after the Hadamard transform of wgrad's operands (W has none).
+        delayed: the scales of a format with delayed scaling. Without them, those that `amax` would
+            give.
+    """
+
+    amax: Tensor
+    rotated_amax: Tensor
+    delayed: Mapping[Format, Tensor]
+
+    def of(self, fmt: Format, operand: Operand, gemm: Gemm) -> Tensor:
+        """Return the `tensor_number` of an operand: an amax, or for delayed scaling a scale."""
+        index = list(Operand).index(operand)
+        if fmt.scale is ScaleType.DELAYED:
+            if fmt in self.delayed:
+                return self.delayed[fmt][index]
+            element = operand_format(fmt, operand).element
+            assert element is not None
+            return tensor_scale(self.amax[index], element)
+        is_rotated = gemm is Gemm.WGRAD and fmt.wgrad_hadamard > 0
+        return (self.rotated_amax if is_rotated else self.amax)[index]
+
+
+class WeightCopies(NamedTuple):
+    """W quantized to one format, FP32 [N, K].
+
+    Attributes:
+        fprop: what fprop multiplies by.
+        dgrad: what dgrad multiplies by; with a square block, the same tensor.
+    """
+
+    fprop: Tensor
+    dgrad: Tensor
+
+
+class MeasuredWeight:
+    """W of one linear, and what is measured of W alone: once for the samples of all senders.
+
+    Attributes:
+        source: W [N, K] of this shard.
+        tensor_numbers: what scales of entire tensors are made from; None where no format has such
+            a scale.
+    """
+
+    def __init__(
+        self,
+        weight: Tensor,
+        formats: Mapping[str, Format],
+        tensor_numbers: TensorNumbers | None,
+        keeps_copies: bool,
+    ) -> None:
+        """Compute nothing yet.
+
+        Args:
+            weight: W [N, K] of this shard.
+            formats: what is measured under each name.
+            tensor_numbers: see the class.
+            keeps_copies: whether there are several samples: then the copies of W in all formats
+                are held as long as this object. Else only the caller holds them, one format at a
+                time.
+        """
+        self.source = weight
+        self._formats = formats
+        self.tensor_numbers = tensor_numbers
+        self._keeps_copies = keeps_copies
+        self._copies: dict[str, WeightCopies] = {}
+        self._health = HealthSums(Operand.WEIGHT)
+        self._error_norms: dict[str, Tensor] = {}
+
+    @cached_property
+    def tensor(self) -> Tensor:
+        """W as it is measured: on a CPU in FP32."""
+        return self.source if self.source.is_cuda else self.source.float()
+
+    def copies(self, name: str) -> WeightCopies:
+        """Return W in the format called `name`."""
+        if name in self._copies:
+            return self._copies[name]
+        found = self._quantize(name)
+        if self._keeps_copies:
+            self._copies[name] = found
+        return found
+
+    def measure_error(self, name: str, copies: WeightCopies) -> None:
+        """Keep the norms of W's errors in a format, after the sample's last use of its copies."""
+        error = f"{name}.weight_error_square"
+        if error not in self._error_norms:
+            w = self.tensor
+            # In place where no other sample needs the copy.
+            change = copies.fprop - w if self._keeps_copies else copies.fprop.sub_(w)
+            self._error_norms[error] = row_norms(change)
+
+    @cached_property
+    def squares(self) -> dict[str, Tensor]:
+        """Sums of squares of W and its errors, FP64 scalars; after all `measure_error`."""
+        norms = {"weight_square": row_norms(self.tensor)} | self._error_norms
+        return dict(zip(norms, sums_of_squares(list(norms.values())), strict=True))
+
+    @cached_property
+    def health(self) -> Tensor:
+        """W's part of `PartialSums.health`, [1 + F, 1, OPERAND_SUMS]; after `squares`."""
+        errors = [self.squares[error] for error in self._error_norms]
+        return self._health.sums(torch.stack(errors).float(), [self.tensor])
+
+    @cached_property
+    def amax(self) -> Tensor:
+        """The largest magnitude, FP32 [1]; after `copies`."""
+        return self._health.amax()
+
+    def _quantize(self, name: str) -> WeightCopies:
+        """Quantize W to a format, and count what becomes of it."""
+        w = self.tensor
+        fmt = self._formats[name]
+        numbers = self.tensor_numbers
+        number = None if numbers is None else numbers.of(fmt, Operand.WEIGHT, Gemm.FPROP)
+        quantize = partial(
+            quantize_dequantize_operand,
+            w,
+            fmt,
+            Operand.WEIGHT,
+            tensor_number=number,
+            dtype=torch.float32,
+        )
+        block = operand_block(fmt, Operand.WEIGHT, Gemm.FPROP)
+        tiles = Tiles(Operand.WEIGHT, operand_format(fmt, Operand.WEIGHT), block)
+        scales = self._health.scales(w, tiles, number)
+        fprop = quantize(Gemm.FPROP, scales=scales)
+        self._health.count(w, fprop, tiles, scales[1])
+        if block[0] == block[1]:  # a square block serves both GEMMs
+            return WeightCopies(fprop, fprop)
+        return WeightCopies(fprop, quantize(Gemm.DGRAD))
+
+
+class Operands(NamedTuple):
+    """The tensors of a linear on this shard, for the sampled tokens.
+
+    Attributes:
+        input: X [S, K], single tokens.
+        weight: W [N, K], and what is measured of it alone.
+        grad_output: G [S, N], the same tokens.
+        input_tiles: X [R, K], the tokens of complete tiles of wgrad.
+        grad_output_tiles: G [R, N / stride], the same tokens, every `stride`-th output feature.
+        tensor_numbers: what scales of entire tensors are made from; None where no format has such a
+            scale.
+    """
+
+    input: Tensor
+    weight: MeasuredWeight
+    grad_output: Tensor
+    input_tiles: Tensor
+    grad_output_tiles: Tensor
+    tensor_numbers: TensorNumbers | None = None
+
+    def of(self, operand: Operand, gemm: Gemm) -> Tensor:
+        """Return what enters `gemm`."""
+        if operand is Operand.WEIGHT:
+            return self.weight.source
+        if operand is Operand.INPUT:
+            return self.input_tiles if gemm is Gemm.WGRAD else self.input
+        return self.grad_output_tiles if gemm is Gemm.WGRAD else self.grad_output
+
+    def tokens_as_fp32(self) -> Self:
+        """Return the operands with all tensors but W in FP32."""
+        return self._replace(
+            input=self.input.float(),
+            grad_output=self.grad_output.float(),
+            input_tiles=self.input_tiles.float(),
+            grad_output_tiles=self.grad_output_tiles.float(),
+        )
+
+    def tensor_number(self, fmt: Format, operand: Operand, gemm: Gemm) -> Tensor | None:
+        """Return what a scale per tensor is made from (`TensorNumbers.of`), if it is known."""
+        numbers = self.tensor_numbers
+        return None if numbers is None else numbers.of(fmt, operand, gemm)
+
+
+def sums_of_squares(norms: Sequence[Tensor]) -> Tensor:
+    """Return the sum of squares of each matrix from the norms of its rows, FP64."""
+    squares = torch.cat(list(norms)).square().double()
+    return torch.stack([part.sum() for part in torch.split(squares, [len(n) for n in norms])])
+
+
+def row_norms(tensor: Tensor) -> Tensor:
+    """Return each row's norm, FP32: [.., rows, cols] -> [.., rows]."""
+    norms: Tensor = torch.linalg.vector_norm(tensor, dim=-1, dtype=torch.float32)
+    return norms
