@@ -179,6 +179,8 @@ class RunDirectory:
         path = self._path("plans", plan.iteration)
         if applied.resumed and path.is_file():
             return  # its first application is in the metrics
+        # First the file: `read_run` refuses a row that names a plan without a file.
+        write_plan(plan, path)
         self._row |= {
             "plan_iteration": plan.iteration,
             "changed_linears": applied.num_changed,
@@ -186,7 +188,6 @@ class RunDirectory:
         }
         if applied.saving_s is not None:
             self._row["predicted_saving_s"] = applied.saving_s
-        write_plan(plan, path)
         self._sync()
 
     def _sync(self) -> None:

@@ -1,5 +1,6 @@
 """A run's files: complete or absent when written; in progress, resumed or damaged when read."""
 
+import errno
 import json
 import math
 import os
@@ -15,8 +16,9 @@ import yaml
 
 from megatron_snip.directory import MARKER, mark
 from megatron_snip.errors import UsageError
-from megatron_snip.planning.plan import read_plan
+from megatron_snip.planning.plan import PrecisionPlan, read_plan, write_plan
 from megatron_snip.planning.problem import read_problem
+from megatron_snip.reporting import run_directory
 from megatron_snip.reporting.events import Event, Metrics, Notice, Reporter, Settings
 from megatron_snip.reporting.report import read_reference
 from megatron_snip.reporting.run_directory import OldRun, RunDirectory, open_run
@@ -230,6 +232,19 @@ def test_a_writer_that_fails_stops_neither_training_nor_the_other_writers(
     failures = [r.message for r in caplog.records if "Failing failed" in r.message]
     (failure,) = failures  # once
     assert failure.endswith("Failing failed: OSError: disk full")
+
+
+def test_a_run_is_read_without_a_plan_that_could_not_be_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def on_a_disk_with_space_from_the_second_plan_on(plan: PrecisionPlan, path: Path) -> None:
+        if plan.iteration == 3:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        write_plan(plan, path)
+
+    monkeypatch.setattr(run_directory, "write_plan", on_a_disk_with_space_from_the_second_plan_on)
+    record = read_run(write_run(tmp_path / "run", SHAPE))
+    assert [(s.start, s.plan.iteration) for s in record.plans] == [(13, 11), (21, 19)]
 
 
 NOTICE = Notice("refresh_failed", "measurement failed on rank 0")
