@@ -188,8 +188,8 @@ class WandbWriter(_Dashboard):
         if iteration < run.step:
             warn_once(
                 logger,
-                f"the W&B run is at step {run.step} and training at iteration {iteration}: "
-                "iterations that the W&B run has already are left out",
+                "the W&B run is at a later step than training: iterations that it has already are "
+                "left out there",
             )
             return
         for name, picture in pictures(payload).items():

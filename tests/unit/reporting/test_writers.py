@@ -165,7 +165,7 @@ def test_iterations_that_the_wandb_run_has_are_left_out_with_one_warning(
     forget_warnings()
     module = fake_wandb(step=100)
     writer = WandbWriter(module, {})
-    for iteration in (90, 90, 100, 101):
+    for iteration in (90, 91, 100, 101):
         writer.write(Event(iteration, Metrics({"loss": 1.0})))
     assert list(module.run.rows) == [100, 101]
     assert len([r for r in caplog.records if "are left out" in r.message]) == 1
