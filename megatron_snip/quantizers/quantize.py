@@ -180,7 +180,7 @@ def quantize_dequantize_operand(
         source,
         fmt,
         operand_block(fmt, operand, gemm),
-        stream=_stream_of(fmt, operand, gemm, stream),
+        stream=stream_of(fmt, operand, gemm, stream),
         tensor_number=tensor_number,
         scales=scales,
         dtype=dtype or x.dtype,
@@ -226,8 +226,8 @@ def quantize_dequantize_pair(
         cols = x.shape[-1]
         reference.check(source, row, row_block)
         reference.check(source, col, col_block)
-        row_random = philox_arguments(_stream_of(row, operand, first_gemm, stream), cols)
-        col_random = philox_arguments(_stream_of(col, operand, Gemm.WGRAD, stream), cols)
+        row_random = philox_arguments(stream_of(row, operand, first_gemm, stream), cols)
+        col_random = philox_arguments(stream_of(col, operand, Gemm.WGRAD, stream), cols)
         for_first, for_wgrad = launch.quantize_dequantize(
             source,
             (row, row_block, row_random),
@@ -250,7 +250,7 @@ def _format_of(fmt: str | Format, operand: Operand) -> Format:
     return operand_format(get_format(fmt) if isinstance(fmt, str) else fmt, operand)
 
 
-def _stream_of(
+def stream_of(
     fmt: Format, operand: Operand, gemm: Gemm, stream: StochasticStream | None
 ) -> StochasticStream | None:
     """Return the stream to round with; None rounds to nearest even."""

@@ -123,12 +123,12 @@ def quantize_dequantize(
         floats = torch.empty(size, dtype=torch.float32, device=x.device)
         ints = torch.empty(size, dtype=torch.int32, device=x.device)
         for rows, cols, tile in _pieces((x.shape[0], x.shape[1]), block):
-            source = _tiles(x[rows, cols], tile)
-            result = _tiles(out[rows, cols], tile)
+            source = tiles(x[rows, cols], tile)
+            result = tiles(out[rows, cols], tile)
             count = source.numel()
             y = floats[:count].view(source.shape)
             scratch = ints[:count].view(source.shape)
-            bits = None if bits16 is None else _tiles(bits16[rows, cols], tile)
+            bits = None if bits16 is None else tiles(bits16[rows, cols], tile)
             if source.dtype != torch.float32:
                 source = y.copy_(source)
             if scales is None:
@@ -137,13 +137,13 @@ def quantize_dequantize(
             else:
                 at = _tile_indices(rows, block[0]), slice(None), _tile_indices(cols, block[1])
                 encode, decode = (scale[at] for scale in scales)
-            torch.mul(source, encode, out=y)
+            multiply_tiles(source, encode, out=y)
             # A scale of the tile alone makes its largest magnitude `max` up to two roundings of
             # FP32. Rounding to the grid takes these out, with every draw: no clamp is needed.
             if fmt.needs_tensor_number:
                 y.clamp_(-element.max_value, element.max_value)
             round_in_place(y, element, scratch, bits)
-            torch.mul(y, decode, out=result)
+            multiply_tiles(y, decode, out=result)
     return out
 
 
@@ -163,10 +163,21 @@ def check(x: Tensor, fmt: Format, block: Block) -> None:
         raise ValueError(f"a tile has at least one row and column, got {block}")
 
 
-def _tiles(part: Tensor, tile: Block) -> Tensor:
+def tiles(part: Tensor, tile: Block) -> Tensor:
     """View a matrix of complete tiles as [R, tile rows, C, tile cols]."""
     rows, cols = tile
     return part.view(part.shape[0] // rows, rows, part.shape[1] // cols, cols)
+
+
+def multiply_tiles(matrix: Tensor, scales: Tensor, out: Tensor) -> None:
+    """Write each element of a matrix [R, r, C, c] times the scale [R, 1, C, 1] of its tile."""
+    _, tall, _, wide = matrix.shape
+    if tall > 1 and wide > 1:
+        # Rows in one run each: PyTorch multiplies a run at a time, and takes as long to start it.
+        scales = scales.expand(-1, -1, -1, wide).flatten(2)
+        matrix = matrix.flatten(2)
+        out = out.view(matrix.shape)
+    torch.mul(matrix, scales, out=out)
 
 
 def _pieces(shape: tuple[int, int], tile: Block) -> Iterator[tuple[slice, slice, Block]]:

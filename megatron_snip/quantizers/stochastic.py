@@ -162,9 +162,13 @@ class StochasticStream:
 
         Where a chunk of columns or its offset is no multiple of 8, `bits16` draws them instead.
         """
-        if not self.column_map(cols).aligned:
+        columns = self.column_map(cols)
+        if not columns.aligned:
             return self
-        counters = self._index(rows, cols, LANES, device).flatten() >> 3
+        if columns.global_cols == cols:
+            counters = torch.arange(rows * cols // LANES, device=device)
+        else:
+            counters = self._index(rows, cols, LANES, device).flatten() // LANES
         return replace(self, drawn=random_bits16(counters, self.key.word))
 
     def bits16(self, rows: int, cols: int, device: torch.device | None = None) -> Tensor:

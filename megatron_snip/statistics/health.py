@@ -11,7 +11,8 @@ linear's.
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
+from functools import cached_property
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -19,13 +20,10 @@ import torch
 from torch import Tensor
 
 from megatron_snip.config import HealthMeasure
-from megatron_snip.formats import Block, Format, ScaleType
-from megatron_snip.quantizers.reference import (
-    amax_of,
-    tile_amaxes,
-    tile_magnitudes,
-    tile_scales,
-)
+from megatron_snip.formats import Format, ScaleType
+from megatron_snip.quantizers.quantize import operand_block, operand_format
+from megatron_snip.quantizers.reference import amax_of, tile_magnitudes
+from megatron_snip.quantizers.together import GemmOperand, Quantized
 from megatron_snip.statistics.health_table import (
     SMALL_IS_BAD,
     HealthTable,
@@ -57,100 +55,88 @@ _SCALE_ROUNDING = 1 + 2.0**-20
 scale alone is no saturation."""
 
 
-class Tiles(NamedTuple):
-    """How an operand is quantized.
+class OperandCounts:
+    """Counts what quantization does to one operand of a linear, format by format.
 
     Attributes:
-        operand: which of X, W and G.
-        fmt: the format that it takes (`operand_format`).
-        block: (rows, cols) of a tile.
+        operand: which of X, W and G it is.
+        zeroed: for each format, how many elements became zero.
+        saturated: for each format, how many elements saturated; None where none can.
+        scales: for each format, (decode scales of the tiles, their largest magnitudes).
     """
 
-    operand: Operand
-    fmt: Format
-    block: Block
+    def __init__(self, operand: Operand) -> None:
+        """Start with nothing counted."""
+        self.operand = operand
+        self.zeroed: list[Tensor] = []
+        self.saturated: list[Tensor | None] = []
+        self.scales: list[tuple[Tensor, Tensor]] = []
+        self._original: GemmOperand | None = None
 
-
-class HealthSums:
-    """Counts what quantization does to operands of one linear, format by format.
-
-    Formats with the same tiles share what depends on the tensor alone.
-    """
-
-    def __init__(self, *operands: Operand) -> None:
-        """Start with nothing counted of these operands, O of them."""
-        self._operands = operands
-        self._amaxes: dict[tuple[Operand, Block], Tensor] = {}
-        self._nonzero: dict[Operand, Tensor] = {}
-        self._scales: list[tuple[Tensor, Tensor]] = []
-        self._zeroed: list[Tensor] = []
-        self._saturated: list[Tensor | None] = []
-
-    def scales(
-        self, x: Tensor, tiles: Tiles, tensor_number: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
-        """Return what `tile_scales` returns for an operand x [rows, cols]."""
-        key = tiles.operand, tiles.block
-        if key not in self._amaxes:
-            self._amaxes[key] = tile_amaxes(x, tiles.block)
-        return tile_scales(self._amaxes[key], tiles.fmt, tensor_number)
-
-    def count(self, x: Tensor, quantized: Tensor, tiles: Tiles, scale: Tensor) -> None:
-        """Count elements that become zero or saturate, and tiles by their scale.
-
-        Call it for the operands of each format in turn. Tiles of zeros and tiles with NaN or Inf do
-        not count.
+    def add(self, original: GemmOperand, fmt: Format, quantized: Quantized) -> None:
+        """Count elements that become zero or saturate in one more format.
 
         Args:
-            x: what `scales` got.
-            quantized: Q(x), dequantized.
-            tiles: what `scales` got.
-            scale: the second of `scales`.
+            original: the operand; the same tensor in every format.
+            fmt: what it was quantized to.
+            quantized: what became of it.
         """
-        operand, fmt, block = tiles
-        assert fmt.element is not None
-        if operand not in self._nonzero:
-            self._nonzero[operand] = x.bool()  # much faster than eq(0)
-        self._zeroed.append(torch.count_nonzero(self._nonzero[operand] > quantized.bool()))
+        if self._original is None:
+            self._original = original
+        element = operand_format(fmt, self.operand).element
+        assert element is not None
+        became_zero = self._nonzero > quantized.values.bool()
+        self.zeroed.append(torch.count_nonzero(became_zero))
+        saturated = None
         if fmt.scale in _CAN_SATURATE:
-            limit = scale * (fmt.element.max_value * _SCALE_ROUNDING)
-            self._saturated.append((tile_magnitudes(x, block) > limit).sum())
-        else:
-            self._saturated.append(None)
-        self._scales.append((scale, self._amaxes[operand, block]))
+            limit = quantized.decode * (element.max_value * _SCALE_ROUNDING)
+            block = operand_block(fmt, self.operand, original.gemm)
+            saturated = (tile_magnitudes(original.x, block) > limit).sum()
+        self.saturated.append(saturated)
+        self.scales.append((quantized.decode, original.amaxes))
 
-    def sums(self, errors: Tensor, tensors: Iterable[Tensor]) -> Tensor:
-        """Return the operands' part of `LinearSums.health`, [1 + F, O, OPERAND_SUMS], FP32.
+    @cached_property
+    def _nonzero(self) -> Tensor:
+        """Where the operand is not zero."""
+        assert self._original is not None
+        return self._original.x.bool()  # much faster than eq(0)
 
-        Args:
-            errors: |Q(x) - x|^2, FP32 [F O], in the order of `count`.
-            tensors: the operands.
-        """
-        pairs = zip(tensors, self._operands, strict=True)
-        parts = [_histogram_part(x, operand) for x, operand in pairs]
-        bins = _log2_counts([*self._scales, *((part, part) for part in parts)])
-        zeroed = torch.stack(self._zeroed).float()
-        saturated = torch.zeros_like(errors)
-        for i, number in enumerate(self._saturated):
-            if number is not None:
-                saturated[i] = number
-        by_format = torch.stack([errors, zeroed, saturated], 1)
-        count = len(self._operands)
-        heads = torch.cat([by_format, by_format.new_zeros((count, ERROR_SUMS))])
-        return torch.cat([heads, bins], 1).view(-1, count, OPERAND_SUMS)
+    @cached_property
+    def magnitudes(self) -> Tensor:
+        """The magnitudes of the elements that the operand's histogram counts, FP32; after `add`."""
+        assert self._original is not None
+        rows = HISTOGRAM_STRIDE if self.operand is Operand.WEIGHT else 1
+        return self._original.x[::rows, ::HISTOGRAM_STRIDE].float().abs()
 
+    @cached_property
     def amax(self) -> Tensor:
-        """Return the operands' largest magnitudes, FP32 [O]; Inf if one is not finite."""
-        # The amaxes of any tiles will do.
-        amaxes = {operand: amax for (operand, _), amax in self._amaxes.items()}
-        found = torch.stack([amax_of(amaxes[operand]) for operand in self._operands])
-        return found.nan_to_num_(nan=math.inf, posinf=math.inf)
+        """The largest magnitude, an FP32 scalar; Inf if an element is not finite; after `add`."""
+        assert self._original is not None
+        return amax_of(self._original.amaxes).nan_to_num(nan=math.inf, posinf=math.inf)
 
 
-def _histogram_part(x: Tensor, operand: Operand) -> Tensor:
-    """Return the magnitudes, FP32, of the elements of a matrix that its histogram counts."""
-    rows = HISTOGRAM_STRIDE if operand is Operand.WEIGHT else 1
-    return x[::rows, ::HISTOGRAM_STRIDE].float().abs()
+def health_sums(counts: Sequence[OperandCounts], errors: Tensor) -> Tensor:
+    """Return `LinearSums.health` of O operands in F formats, FP32 [1 + F, O, OPERAND_SUMS].
+
+    Tiles of zeros and tiles with NaN or Inf do not count by their scale.
+
+    Args:
+        counts: those of each operand.
+        errors: |Q(x) - x|^2, FP32 [F, O].
+    """
+    num_formats, num_operands = errors.shape
+    by_format = [(each, f) for f in range(num_formats) for each in counts]
+    scales = [each.scales[f] for each, f in by_format]
+    bins = _log2_counts([*scales, *((each.magnitudes, each.magnitudes) for each in counts)])
+    # The operands before quantization come after the last format. They have no errors.
+    heads = torch.zeros((len(bins), ERROR_SUMS), device=errors.device)
+    heads[: len(by_format), 0] = errors.flatten()
+    heads[: len(by_format), 1] = torch.stack([each.zeroed[f] for each, f in by_format])
+    for i, (each, f) in enumerate(by_format):
+        number = each.saturated[f]
+        if number is not None:
+            heads[i, 2] = number
+    return torch.cat([heads, bins], 1).view(1 + num_formats, num_operands, OPERAND_SUMS)
 
 
 def _log2_counts(pairs: Sequence[tuple[Tensor, Tensor]]) -> Tensor:

@@ -25,25 +25,20 @@ from torch.distributed import ProcessGroup
 from megatron_snip.collectives import sum_together
 from megatron_snip.formats import Format
 from megatron_snip.matmul import matmul_fp32
-from megatron_snip.quantizers.quantize import (
-    operand_block,
-    operand_format,
-    quantize_dequantize_operand,
-    rotated,
-)
+from megatron_snip.quantizers.quantize import rotated
 from megatron_snip.quantizers.stochastic import StochasticStream
-from megatron_snip.statistics.health import HealthSums, Tiles
-from megatron_snip.statistics.operands import Operands, row_norms, sums_of_squares
+from megatron_snip.quantizers.together import GemmOperand, quantize_dequantize_operands
+from megatron_snip.statistics.health import OperandCounts, health_sums
+from megatron_snip.statistics.operands import Operands, TileAmaxes, row_norms, sums_of_squares
 from megatron_snip.statistics.rows import OPERAND_SUMS
 from megatron_snip.statistics.sensitivity import Sensitivity
 from megatron_snip.topology import LinearKind
 from megatron_snip.types import Gemm, Operand
 
-_HEALTH_ERRORS = ("input_error", "grad_error_in_dgrad")
-"""The errors of X and G that health reports: of X as fprop quantizes it, and of G as dgrad does.
-`partial_sums` adds up their squares, `MeasuredWeight` those of W. `grad_error`, without a GEMM in
-its name, is the error of G as wgrad quantizes it. It is a column of the table of statistics; scores
-of baselines use it."""
+_HEALTH_ERRORS = ("input_error", "weight_error", "grad_error_in_dgrad")
+"""The errors of X, W and G that health reports: of X and W as fprop quantizes them, and of G as
+dgrad does. `grad_error`, without a GEMM in its name, is the error of G as wgrad quantizes it. It is
+a column of the table of statistics; scores of baselines use it."""
 
 
 class PartialSums(NamedTuple):
@@ -88,19 +83,18 @@ class PartialSums(NamedTuple):
         )
 
 
-class _FormatErrors(NamedTuple):
-    """What quantizing the operands to one format changes.
+class _TokenPair(NamedTuple):
+    """X and G of sampled tokens in one format, FP32.
 
     Attributes:
-        output: eY [S, N].
-        input_grad: eX [S, K].
-        norms: the row norms of every other error. The key is the name of the sum of squares that
-            `sums_of_squares` makes of them later, such as `input_error_square`.
+        input: Q(X), [tokens, K].
+        grad_output: Q(G), [tokens, output features].
+        original_grad_output: G as it was quantized: for wgrad, after a Hadamard transform.
     """
 
-    output: Tensor
-    input_grad: Tensor
-    norms: dict[str, Tensor]
+    input: Tensor
+    grad_output: Tensor
+    original_grad_output: Tensor
 
 
 def partial_sums(
@@ -132,8 +126,11 @@ def partial_sums(
     x = operands.input
     w = operands.weight.tensor
     g = operands.grad_output
-    output = matmul_fp32(x, w.t())
-    input_grad = matmul_fp32(g, w)
+    num = len(formats)
+    outputs = x.new_empty((1 + num, x.shape[0], w.shape[0]), dtype=torch.float32)
+    input_grads = x.new_empty((1 + num, *x.shape), dtype=torch.float32)
+    outputs[0] = matmul_fp32(x, w.t())
+    input_grads[0] = matmul_fp32(g, w)
     wgrad = matmul_fp32(operands.grad_output_tiles.t(), operands.input_tiles)
     # Row norms, under the name of the sum of squares that `sums_of_squares` makes of them.
     norms = {
@@ -141,112 +138,124 @@ def partial_sums(
         "grad_square": row_norms(g),
         "wgrad_square": row_norms(wgrad),
     }
-    outputs = [output]
-    input_grads = [input_grad]
-    health = HealthSums(Operand.INPUT, Operand.GRAD_OUTPUT)
-    for name, fmt in formats.items():
-        errors = _token_errors(
-            operands,
-            fmt,
-            output,
-            input_grad,
-            name=name,
-            stream=stream,
-            health=health,
+    x_counts = OperandCounts(Operand.INPUT)
+    g_counts = OperandCounts(Operand.GRAD_OUTPUT)
+    amaxes = TileAmaxes()
+    for i, (name, fmt) in enumerate(formats.items(), start=1):
+        single, tiles = _quantized_tokens(
+            operands, fmt, stream, tiles_stream, amaxes, (x_counts, g_counts)
         )
-        outputs.append(errors.output)
-        input_grads.append(errors.input_grad)
-        of_wgrad = _wgrad_errors(operands, fmt, wgrad, tiles_stream, sensitivity, features)
-        for error, norms_of_error in (errors.norms | of_wgrad).items():
-            norms[f"{name}.{error}"] = norms_of_error
+        copies = operands.weight.copies(name)
+        torch.sub(matmul_fp32(single.input, copies.fprop.t()), outputs[0], out=outputs[i])
+        torch.sub(matmul_fp32(single.grad_output, copies.dgrad), input_grads[0], out=input_grads[i])
+        operands.weight.measure_error(name, copies)
+        found = _token_errors(operands, single)
+        found |= _wgrad_errors(tiles, wgrad, sensitivity, features)
+        norms |= {f"{name}.{error}": of_rows for error, of_rows in found.items()}
     if kind == "row":
         # In a column-parallel linear dX is a sum over shards: its square comes later (`totals`).
-        names = _squares_of("input_grad", formats)
-        norms |= zip(names, map(row_norms, input_grads), strict=True)
+        norms |= zip(_squares_of("input_grad", formats), row_norms(input_grads), strict=True)
+    norms |= operands.weight.norms
     squares = dict(zip(norms, sums_of_squares(list(norms.values())), strict=True))
-    squares |= operands.weight.squares
 
     scalar_names = _scalar_names(kind, formats)
-    scalars = torch.stack([squares[name] for name in scalar_names]).float()
-    health_errors = [
-        squares[f"{name}.{error}_square"] for name in formats for error in _HEALTH_ERRORS
-    ]
-    of_tokens = health.sums(torch.stack(health_errors).float(), (x, g))
-    health_sums = torch.cat([of_tokens[:, :1], operands.weight.health, of_tokens[:, 1:]], 1)
-    amaxes = health.amax()
+    health_names = [f"{name}.{error}_square" for name in formats for error in _HEALTH_ERRORS]
+    reported = torch.stack([squares[name] for name in scalar_names + health_names]).float()
+    scalars, errors = reported.split_with_sizes([len(scalar_names), len(health_names)])
+    counts = (x_counts, operands.weight.counts, g_counts)
+    health = health_sums(counts, errors.view(num, len(counts)))
     if num_shards > 1:
         # Every shard holds G (row-parallel) or X (column-parallel) in full, and adds it to the sum
         # over shards. It must count once there.
         replicated = Operand.GRAD_OUTPUT if kind == "row" else Operand.INPUT
-        health_sums[:, list(Operand).index(replicated)] /= num_shards
+        health[:, list(Operand).index(replicated)] /= num_shards
         for name in _squares_of("grad" if kind == "row" else "input", formats):
             scalars[scalar_names.index(name)] /= num_shards
 
-    all_outputs = torch.stack(outputs)
     is_row = kind == "row"
     return PartialSums(
-        products=all_outputs if is_row else torch.stack(input_grads),
-        tokens=None if is_row else _token_sums(g, all_outputs),
+        products=outputs if is_row else input_grads,
+        tokens=None if is_row else _token_sums(g, outputs),
         scalars=scalars,
-        health=health_sums,
-        amax=torch.cat([amaxes[:1], operands.weight.amax, amaxes[1:]]),
+        health=health,
+        amax=torch.stack([each.amax for each in counts]),
     )
 
 
-def _token_errors(
+def _quantized_tokens(
     operands: Operands,
     fmt: Format,
-    output: Tensor,
-    input_grad: Tensor,
-    *,
-    name: str,
     stream: StochasticStream,
-    health: HealthSums,
-) -> _FormatErrors:
-    """Measure fprop and dgrad of single tokens.
+    tiles_stream: StochasticStream,
+    amaxes: TileAmaxes,
+    counts: tuple[OperandCounts, OperandCounts],
+) -> tuple[_TokenPair, _TokenPair]:
+    """Quantize X and G of the sampled tokens to one format.
 
     Args:
         operands: the shard's tensors.
         fmt: what they are quantized to.
-        output: Y [S, N] without errors.
-        input_grad: dX [S, K] without errors.
-        name: the name of the format.
-        stream: random numbers of G.
-        health: counts what becomes of X and G.
+        stream: random numbers of G of single tokens.
+        tiles_stream: random numbers of G of complete tiles.
+        amaxes: of the tiles; kept from format to format.
+        counts: count what becomes of X and of G of single tokens.
+
+    Returns:
+        Single tokens, as fprop and dgrad see them; complete tiles, as wgrad sees them.
     """
-    x_q = _quantized_and_counted(operands, fmt, Operand.INPUT, Gemm.FPROP, health)
-    g_q = _quantized_and_counted(operands, fmt, Operand.GRAD_OUTPUT, Gemm.DGRAD, health, stream)
-    copies = operands.weight.copies(name)
-    output_error = matmul_fp32(x_q, copies.fprop.t()).sub_(output)
-    input_grad_error = matmul_fp32(g_q, copies.dgrad).sub_(input_grad)
-    operands.weight.measure_error(name, copies)
-    # In place: these were the last uses of what is quantized.
-    norms = {
+
+    def entry(operand: Operand, gemm: Gemm, random: StochasticStream) -> GemmOperand:
+        x = rotated(operands.of(operand, gemm), fmt, gemm)
+        found = amaxes.of(x, fmt, operand, gemm)
+        number = operands.tensor_number(fmt, operand, gemm)
+        return GemmOperand(x, operand, gemm, found, random, number)
+
+    x = entry(Operand.INPUT, Gemm.FPROP, stream)
+    g = entry(Operand.GRAD_OUTPUT, Gemm.DGRAD, stream)
+    x_tiles = entry(Operand.INPUT, Gemm.WGRAD, tiles_stream)
+    g_tiles = entry(Operand.GRAD_OUTPUT, Gemm.WGRAD, tiles_stream)
+    quantized = quantize_dequantize_operands((x, g, x_tiles, g_tiles), fmt)
+    for each, original, values in zip(counts, (x, g), quantized[:2], strict=True):
+        each.add(original, fmt, values)
+    x_q, g_q, x_tiles_q, g_tiles_q = (q.values for q in quantized)
+    return _TokenPair(x_q, g_q, g.x), _TokenPair(x_tiles_q, g_tiles_q, g_tiles.x)
+
+
+def _token_errors(operands: Operands, quantized: _TokenPair) -> dict[str, Tensor]:
+    """Return the row norms of the errors of X and G of single tokens.
+
+    Args:
+        operands: the shard's tensors.
+        quantized: X and G in a format; overwritten.
+
+    Returns:
+        {name of the sum of squares that `sums_of_squares` makes of them: row norms}.
+    """
+    x_q, g_q, _ = quantized
+    return {
         "input_error_square": row_norms(x_q.sub_(operands.input)),
         "grad_error_in_dgrad_square": row_norms(g_q.sub_(operands.grad_output)),
     }
-    return _FormatErrors(output_error, input_grad_error, norms)
 
 
 def _wgrad_errors(
-    operands: Operands,
-    fmt: Format,
-    wgrad: Tensor,
-    stream: StochasticStream,
-    sensitivity: Sensitivity | None,
-    features: slice,
+    quantized: _TokenPair, wgrad: Tensor, sensitivity: Sensitivity | None, features: slice
 ) -> dict[str, Tensor]:
-    """Measure wgrad of complete tiles; `wgrad` is dW without errors.
+    """Measure wgrad of complete tiles.
+
+    Args:
+        quantized: X and G in the format; overwritten.
+        wgrad: dW without errors.
+        sensitivity: as in `partial_sums`.
+        features: as in `partial_sums`.
 
     Returns:
-        The row norms of each error; keys as in `_FormatErrors.norms`.
+        The row norms of each error, as `_token_errors` does.
     """
-    g_q = _quantized(operands, fmt, Operand.GRAD_OUTPUT, Gemm.WGRAD, stream)
-    x_q = _quantized(operands, fmt, Operand.INPUT, Gemm.WGRAD)
+    x_q, g_q, g = quantized
     error = matmul_fp32(g_q.t(), x_q).sub_(wgrad)
-    rotated_g = rotated(operands.grad_output_tiles, fmt, Gemm.WGRAD)
     norms = {
-        "grad_error_square": row_norms(g_q.sub_(rotated_g)),
+        "grad_error_square": row_norms(g_q.sub_(g)),
         "wgrad_error_square": row_norms(error),
     }
     if sensitivity is not None:
@@ -297,44 +306,6 @@ def _token_sums(g: Tensor, outputs: Tensor) -> Tensor:
     """Return `PartialSums.tokens` of G [S, N] and (Y, eY of each format) [1 + F, S, N]."""
     products = [torch.linalg.vecdot(g.float(), error.float()) for error in outputs[1:]]
     return torch.cat([_token_squares(g)[None], _token_squares(outputs), torch.stack(products)])
-
-
-def _quantized_and_counted(
-    operands: Operands,
-    fmt: Format,
-    operand: Operand,
-    gemm: Gemm,
-    health: HealthSums,
-    stream: StochasticStream | None = None,
-) -> Tensor:
-    """Return what `_quantized` returns; `health` counts what became of the operand."""
-    x = operands.of(operand, gemm)
-    tiles = Tiles(operand, operand_format(fmt, operand), operand_block(fmt, operand, gemm))
-    scales = health.scales(x, tiles, operands.tensor_number(fmt, operand, gemm))
-    quantized = _quantized(operands, fmt, operand, gemm, stream=stream, scales=scales)
-    health.count(x, quantized, tiles, scales[1])
-    return quantized
-
-
-def _quantized(
-    operands: Operands,
-    fmt: Format,
-    operand: Operand,
-    gemm: Gemm,
-    stream: StochasticStream | None = None,
-    scales: tuple[Tensor, Tensor] | None = None,
-) -> Tensor:
-    """Return what `gemm` sees of an operand, FP32."""
-    return quantize_dequantize_operand(
-        operands.of(operand, gemm),
-        fmt,
-        operand,
-        gemm,
-        stream=stream,
-        tensor_number=operands.tensor_number(fmt, operand, gemm),
-        scales=scales,
-        dtype=torch.float32,
-    )
 
 
 def _scalar_names(kind: LinearKind, formats: Iterable[str]) -> list[str]:

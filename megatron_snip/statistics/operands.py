@@ -5,20 +5,17 @@ has one for each data rank that sent it tokens.
 """
 
 from collections.abc import Mapping, Sequence
-from functools import cached_property, partial
+from functools import cached_property
 from typing import NamedTuple, Self
 
 import torch
 from torch import Tensor
 
-from megatron_snip.formats import Format, ScaleType
-from megatron_snip.quantizers.quantize import (
-    operand_block,
-    operand_format,
-    quantize_dequantize_operand,
-)
-from megatron_snip.quantizers.reference import tensor_scale
-from megatron_snip.statistics.health import HealthSums, Tiles
+from megatron_snip.formats import Block, Format, ScaleType
+from megatron_snip.quantizers.quantize import operand_block, operand_format
+from megatron_snip.quantizers.reference import tensor_scale, tile_amaxes
+from megatron_snip.quantizers.together import GemmOperand, quantize_dequantize_operands
+from megatron_snip.statistics.health import OperandCounts
 from megatron_snip.types import Gemm, Operand
 
 
@@ -50,6 +47,23 @@ class TensorNumbers(NamedTuple):
         return (self.rotated_amax if is_rotated else self.amax)[index]
 
 
+class TileAmaxes:
+    """The largest magnitudes of tiles, computed once for all formats that tile a tensor alike."""
+
+    def __init__(self) -> None:
+        """Start with none."""
+        self._known: dict[tuple[Operand, Gemm, Block, int], Tensor] = {}
+
+    def of(self, x: Tensor, fmt: Format, operand: Operand, gemm: Gemm) -> Tensor:
+        """Return what `tile_amaxes` returns for an operand x, as it is quantized for `gemm`."""
+        block = operand_block(fmt, operand, gemm)
+        rotation = fmt.wgrad_hadamard if gemm is Gemm.WGRAD else 0
+        key = operand, gemm, block, rotation
+        if key not in self._known:
+            self._known[key] = tile_amaxes(x, block)
+        return self._known[key]
+
+
 class WeightCopies(NamedTuple):
     """W quantized to one format, FP32 [N, K].
 
@@ -69,6 +83,7 @@ class MeasuredWeight:
         source: W [N, K] of this shard.
         tensor_numbers: what scales of entire tensors are made from; None where no format has such
             a scale.
+        counts: what became of W in the formats that it was quantized to.
     """
 
     def __init__(
@@ -93,7 +108,8 @@ class MeasuredWeight:
         self.tensor_numbers = tensor_numbers
         self._keeps_copies = keeps_copies
         self._copies: dict[str, WeightCopies] = {}
-        self._health = HealthSums(Operand.WEIGHT)
+        self.counts = OperandCounts(Operand.WEIGHT)
+        self._amaxes = TileAmaxes()
         self._error_norms: dict[str, Tensor] = {}
 
     @cached_property
@@ -120,44 +136,31 @@ class MeasuredWeight:
             self._error_norms[error] = row_norms(change)
 
     @cached_property
-    def squares(self) -> dict[str, Tensor]:
-        """Sums of squares of W and its errors, FP64 scalars; after all `measure_error`."""
-        norms = {"weight_square": row_norms(self.tensor)} | self._error_norms
-        return dict(zip(norms, sums_of_squares(list(norms.values())), strict=True))
+    def norms(self) -> dict[str, Tensor]:
+        """Row norms of W and its errors, by the name of their sum of squares.
 
-    @cached_property
-    def health(self) -> Tensor:
-        """W's part of `PartialSums.health`, [1 + F, 1, OPERAND_SUMS]; after `squares`."""
-        errors = [self.squares[error] for error in self._error_norms]
-        return self._health.sums(torch.stack(errors).float(), [self.tensor])
-
-    @cached_property
-    def amax(self) -> Tensor:
-        """The largest magnitude, FP32 [1]; after `copies`."""
-        return self._health.amax()
+        Complete after `measure_error` of all formats.
+        """
+        return {"weight_square": row_norms(self.tensor)} | self._error_norms
 
     def _quantize(self, name: str) -> WeightCopies:
         """Quantize W to a format, and count what becomes of it."""
-        w = self.tensor
         fmt = self._formats[name]
-        numbers = self.tensor_numbers
-        number = None if numbers is None else numbers.of(fmt, Operand.WEIGHT, Gemm.FPROP)
-        quantize = partial(
-            quantize_dequantize_operand,
-            w,
-            fmt,
-            Operand.WEIGHT,
-            tensor_number=number,
-            dtype=torch.float32,
-        )
         block = operand_block(fmt, Operand.WEIGHT, Gemm.FPROP)
-        tiles = Tiles(Operand.WEIGHT, operand_format(fmt, Operand.WEIGHT), block)
-        scales = self._health.scales(w, tiles, number)
-        fprop = quantize(Gemm.FPROP, scales=scales)
-        self._health.count(w, fprop, tiles, scales[1])
-        if block[0] == block[1]:  # a square block serves both GEMMs
-            return WeightCopies(fprop, fprop)
-        return WeightCopies(fprop, quantize(Gemm.DGRAD))
+        is_square = block[0] == block[1]  # then one copy serves both GEMMs
+        gemms = [Gemm.FPROP] if is_square else [Gemm.FPROP, Gemm.DGRAD]
+        originals = [self._operand(fmt, gemm) for gemm in gemms]
+        quantized = quantize_dequantize_operands(originals, fmt)
+        self.counts.add(originals[0], fmt, quantized[0])
+        return WeightCopies(quantized[0].values, quantized[-1].values)
+
+    def _operand(self, fmt: Format, gemm: Gemm) -> GemmOperand:
+        """Return W as it is quantized for a GEMM."""
+        w = self.tensor
+        numbers = self.tensor_numbers
+        number = None if numbers is None else numbers.of(fmt, Operand.WEIGHT, gemm)
+        amaxes = self._amaxes.of(w, fmt, Operand.WEIGHT, gemm)
+        return GemmOperand(w, Operand.WEIGHT, gemm, amaxes, tensor_number=number)
 
 
 class Operands(NamedTuple):

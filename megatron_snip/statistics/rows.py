@@ -54,7 +54,7 @@ class ExpertSums(NamedTuple):
 
     Attributes:
         statistics: [.., columns] In the order of EXPERT_COLUMNS.
-        errors: [.., F, 3 operands, ERROR_SUMS] See `HealthSums`.
+        errors: [.., F, 3 operands, ERROR_SUMS] See `health_sums`.
     """
 
     statistics: Tensor

@@ -162,7 +162,7 @@ def rows_of(matrix: Tensor, rows: Tensor, is_split: bool, axis: Axis) -> OwnRows
     if is_split:
         rows = rows - axis.rank * matrix.shape[0]  # within this rank's tokens
         places = ((rows >= 0) & (rows < matrix.shape[0])).nonzero().squeeze(1)
-    values = matrix[to_device(matrix.device, rows[places])]
+    values = matrix.index_select(0, to_device(matrix.device, rows[places]))
     return OwnRows(values, places, len(rows))
 
 

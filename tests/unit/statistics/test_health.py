@@ -8,12 +8,14 @@ import torch
 
 from megatron_snip.formats import get_format
 from megatron_snip.quantizers.quantize import quantize_dequantize
-from megatron_snip.statistics.health import HealthSums, Tiles
+from megatron_snip.quantizers.reference import tile_amaxes, tile_scales
+from megatron_snip.quantizers.together import GemmOperand, Quantized
+from megatron_snip.statistics.health import OperandCounts, health_sums
 from megatron_snip.statistics.health_table import HealthTable, LinearHealth
 from megatron_snip.statistics.observer import StepObserver
 from megatron_snip.statistics.sample import MeasureSettings
 from megatron_snip.topology import Topology
-from megatron_snip.types import Operand
+from megatron_snip.types import Gemm, Operand
 from tests.unit.statistics import equations
 from tests.unit.statistics.equations import SEED, STEP, Toy
 from tests.unit.statistics.health_definitions import check_health
@@ -82,11 +84,13 @@ def test_zeros_of_a_tile_that_is_not_finite_do_not_hide_underflow(name: str, bad
     fmt, x = get_format(name), torch.tensor([[1e-9] * 127 + [1.0], [0.0] * 127 + [bad]])
     tensor_amax = x.abs().amax() if fmt.needs_tensor_number else None
     quantized = quantize_dequantize(x, fmt, (1, fmt.tile))
-    health = HealthSums(*Operand)
-    for operand in Operand:
-        tiles = Tiles(operand, fmt, (1, fmt.tile))
-        _, scale = health.scales(x, tiles, tensor_amax)
-        health.count(x, quantized, tiles, scale)
-    sums = health.sums(torch.zeros(len(Operand)), [x] * len(Operand))
+    counts = [OperandCounts(operand) for operand in Operand]
+    for each in counts:
+        gemm = Gemm.DGRAD if each.operand is Operand.GRAD_OUTPUT else Gemm.FPROP
+        amaxes = tile_amaxes(x, (1, fmt.tile))
+        original = GemmOperand(x, each.operand, gemm, amaxes, tensor_number=tensor_amax)
+        _, decode = tile_scales(amaxes, fmt, tensor_amax)
+        each.add(original, fmt, Quantized(quantized, decode))
+    sums = health_sums(counts, torch.zeros(1, len(counts)))
     assert (sums[0, :, 1] == ((quantized == 0) & (x != 0)).sum()).all()
-    assert (health.amax() == math.inf).all()
+    assert all(each.amax == math.inf for each in counts)

@@ -1,6 +1,7 @@
 """What an observed iteration measures, of which sample, and that observing changes nothing."""
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -9,7 +10,9 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from megatron_snip.collectives import RemoteFailure
+from megatron_snip.formats import Format
 from megatron_snip.quantizers.stochastic import ColumnMap, StochasticStream, StreamKey
+from megatron_snip.quantizers.together import GemmOperand, Quantized
 from megatron_snip.statistics import measure, operands
 from megatron_snip.statistics import observer as observer_module
 from megatron_snip.statistics.observer import StepObserver
@@ -177,15 +180,15 @@ def test_a_weight_is_quantized_once_for_all_senders(monkeypatch: pytest.MonkeyPa
     """And the sums are bit for bit those of a call of the linear for each sender."""
     toy = Toy.make("column", microbatches=3)
     place = replace(toy.placement(Topology()), expert=3)
-    real = measure.quantize_dequantize_operand
+    real = measure.quantize_dequantize_operands
     calls: Counter[tuple[Operand, Gemm]] = Counter()
 
-    def counted(x: Any, fmt: Any, operand: Operand, gemm: Gemm, **named: Any) -> torch.Tensor:
-        calls[operand, gemm] += 1
-        return real(x, fmt, operand, gemm, **named)
+    def counted(entries: Sequence[GemmOperand], fmt: Format) -> list[Quantized]:
+        calls.update((entry.operand, entry.gemm) for entry in entries)
+        return real(entries, fmt)
 
     for module in (measure, operands):
-        monkeypatch.setattr(module, "quantize_dequantize_operand", counted)
+        monkeypatch.setattr(module, "quantize_dequantize_operands", counted)
 
     def observed(xs: Any, gs: Any, topology: Topology, parts: Any) -> Any:
         observer = StepObserver(ALL, topology, {}, lambda placement, rows: parts)
