@@ -23,9 +23,9 @@ from megatron_snip.quantizers.quantize import (
 from megatron_snip.quantizers.stochastic import StochasticStream
 from megatron_snip.types import Gemm, Operand
 
-BUFFER_ELEMENTS = 1 << 18
-"""Elements of a buffer at most: then it stays in a cache, and operations take longer than starting
-them does."""
+SMALL = 1 << 16
+"""Elements that a small matrix has at most: operations on it take about as long as starting them,
+and some of them together fit into a cache."""
 
 
 class GemmOperand(NamedTuple):
@@ -113,12 +113,17 @@ def _quantize(matrices: Sequence[_Matrix], fmt: Format) -> list[Quantized]:
     """Return matrices quantized to one format."""
     scales = _scales(matrices, fmt)
     has_kernels = launch.use_kernels(matrices[0].x.device, *(m.block for m in matrices))
-    if not has_kernels and _fit_one_buffer(matrices):
-        values = _quantize_in_one_buffer(matrices, scales, fmt)
-    else:
-        values = [_quantize_alone(m, own, fmt) for m, own in zip(matrices, scales, strict=True)]
-    decodes = [decode for _, decode in scales]
-    return [Quantized(*pair) for pair in zip(values, decodes, strict=True)]
+    small = [i for i, m in enumerate(matrices) if not has_kernels and _is_small(m)]
+    values: dict[int, Tensor] = {}
+    if small:
+        together = _quantize_in_one_buffer(
+            [matrices[i] for i in small], [scales[i] for i in small], fmt
+        )
+        values |= zip(small, together, strict=True)
+    for i, (matrix, own_scales) in enumerate(zip(matrices, scales, strict=True)):
+        if i not in values:
+            values[i] = _quantize_alone(matrix, own_scales, fmt)
+    return [Quantized(values[i], decode) for i, (_, decode) in enumerate(scales)]
 
 
 def _scales(matrices: Sequence[_Matrix], fmt: Format) -> list[tuple[Tensor, Tensor]]:
@@ -155,20 +160,23 @@ def _quantize_alone(matrix: _Matrix, scales: tuple[Tensor, Tensor], fmt: Format)
     )
 
 
-def _fit_one_buffer(matrices: Sequence[_Matrix]) -> bool:
-    """Return whether matrices of complete tiles have no more than BUFFER_ELEMENTS."""
-    complete = all(
-        size % side == 0
-        for matrix in matrices
-        for size, side in zip(matrix.x.shape, matrix.block, strict=True)
-    )
-    return complete and sum(m.x.numel() for m in matrices) <= BUFFER_ELEMENTS
+def _is_small(matrix: _Matrix) -> bool:
+    """Return whether a matrix is small and has complete tiles only."""
+    rows, cols = matrix.x.shape
+    tall, wide = matrix.block
+    return rows * cols <= SMALL and rows % tall == 0 and cols % wide == 0
 
 
 def _quantize_in_one_buffer(
     matrices: Sequence[_Matrix], scales: Sequence[tuple[Tensor, Tensor]], fmt: Format
 ) -> list[Tensor]:
-    """Return what `_quantize_alone` does for each matrix; the results share memory."""
+    """Return what `_quantize_alone` does for each matrix; the results share memory.
+
+    Args:
+        matrices: have complete tiles only.
+        scales: what `_scales` returns for them.
+        fmt: the format.
+    """
     element = fmt.element
     assert element is not None
     # Those that are rounded to nearest stand before those that are rounded stochastically.

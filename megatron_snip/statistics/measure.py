@@ -29,7 +29,13 @@ from megatron_snip.quantizers.quantize import rotated
 from megatron_snip.quantizers.stochastic import StochasticStream
 from megatron_snip.quantizers.together import GemmOperand, quantize_dequantize_operands
 from megatron_snip.statistics.health import OperandCounts, health_sums
-from megatron_snip.statistics.operands import Operands, TileAmaxes, row_norms, sums_of_squares
+from megatron_snip.statistics.operands import (
+    Operands,
+    TileAmaxes,
+    WeightCopies,
+    row_norms,
+    sums_of_squares,
+)
 from megatron_snip.statistics.rows import OPERAND_SUMS
 from megatron_snip.statistics.sensitivity import Sensitivity
 from megatron_snip.topology import LinearKind
@@ -39,6 +45,10 @@ _HEALTH_ERRORS = ("input_error", "weight_error", "grad_error_in_dgrad")
 """The errors of X, W and G that health reports: of X and W as fprop quantizes them, and of G as
 dgrad does. `grad_error`, without a GEMM in its name, is the error of G as wgrad quantizes it. It is
 a column of the table of statistics; scores of baselines use it."""
+
+
+_CHANGES = ("first", "fisher", "aligned_fisher")
+"""The columns that `totals` makes of sums over output features."""
 
 
 class PartialSums(NamedTuple):
@@ -142,10 +152,9 @@ def partial_sums(
     g_counts = OperandCounts(Operand.GRAD_OUTPUT)
     amaxes = TileAmaxes()
     for i, (name, fmt) in enumerate(formats.items(), start=1):
-        single, tiles = _quantized_tokens(
-            operands, fmt, stream, tiles_stream, amaxes, (x_counts, g_counts)
+        single, tiles, copies = _quantized(
+            operands, name, fmt, stream, tiles_stream, amaxes, (x_counts, g_counts)
         )
-        copies = operands.weight.copies(name)
         torch.sub(matmul_fp32(single.input, copies.fprop.t()), outputs[0], out=outputs[i])
         torch.sub(matmul_fp32(single.grad_output, copies.dgrad), input_grads[0], out=input_grads[i])
         operands.weight.measure_error(name, copies)
@@ -156,12 +165,11 @@ def partial_sums(
         # In a column-parallel linear dX is a sum over shards: its square comes later (`totals`).
         norms |= zip(_squares_of("input_grad", formats), row_norms(input_grads), strict=True)
     norms |= operands.weight.norms
-    squares = dict(zip(norms, sums_of_squares(list(norms.values())), strict=True))
 
     scalar_names = _scalar_names(kind, formats)
     health_names = [f"{name}.{error}_square" for name in formats for error in _HEALTH_ERRORS]
-    reported = torch.stack([squares[name] for name in scalar_names + health_names]).float()
-    scalars, errors = reported.split_with_sizes([len(scalar_names), len(health_names)])
+    squares = sums_of_squares([norms[name] for name in scalar_names + health_names])
+    scalars, errors = squares.float().split_with_sizes([len(scalar_names), len(health_names)])
     counts = (x_counts, operands.weight.counts, g_counts)
     health = health_sums(counts, errors.view(num, len(counts)))
     if num_shards > 1:
@@ -182,26 +190,29 @@ def partial_sums(
     )
 
 
-def _quantized_tokens(
+def _quantized(
     operands: Operands,
+    name: str,
     fmt: Format,
     stream: StochasticStream,
     tiles_stream: StochasticStream,
     amaxes: TileAmaxes,
     counts: tuple[OperandCounts, OperandCounts],
-) -> tuple[_TokenPair, _TokenPair]:
-    """Quantize X and G of the sampled tokens to one format.
+) -> tuple[_TokenPair, _TokenPair, WeightCopies]:
+    """Quantize the operands to one format.
 
     Args:
         operands: the shard's tensors.
+        name: the name of the format.
         fmt: what they are quantized to.
         stream: random numbers of G of single tokens.
         tiles_stream: random numbers of G of complete tiles.
-        amaxes: of the tiles; kept from format to format.
+        amaxes: of the tiles of X and G; kept from format to format.
         counts: count what becomes of X and of G of single tokens.
 
     Returns:
-        Single tokens, as fprop and dgrad see them; complete tiles, as wgrad sees them.
+        X and G of single tokens, as fprop and dgrad see them; of complete tiles, as wgrad sees
+        them; and W.
     """
 
     def entry(operand: Operand, gemm: Gemm, random: StochasticStream) -> GemmOperand:
@@ -214,11 +225,14 @@ def _quantized_tokens(
     g = entry(Operand.GRAD_OUTPUT, Gemm.DGRAD, stream)
     x_tiles = entry(Operand.INPUT, Gemm.WGRAD, tiles_stream)
     g_tiles = entry(Operand.GRAD_OUTPUT, Gemm.WGRAD, tiles_stream)
-    quantized = quantize_dequantize_operands((x, g, x_tiles, g_tiles), fmt)
+    of_weight = operands.weight.originals(name)
+    quantized = quantize_dequantize_operands((x, g, x_tiles, g_tiles, *of_weight), fmt)
     for each, original, values in zip(counts, (x, g), quantized[:2], strict=True):
         each.add(original, fmt, values)
-    x_q, g_q, x_tiles_q, g_tiles_q = (q.values for q in quantized)
-    return _TokenPair(x_q, g_q, g.x), _TokenPair(x_tiles_q, g_tiles_q, g_tiles.x)
+    x_q, g_q, x_tiles_q, g_tiles_q = (q.values for q in quantized[:4])
+    single = _TokenPair(x_q, g_q, g.x)
+    tiles = _TokenPair(x_tiles_q, g_tiles_q, g_tiles.x)
+    return single, tiles, operands.weight.copies(name, of_weight, quantized[4:])
 
 
 def _token_errors(operands: Operands, quantized: _TokenPair) -> dict[str, Tensor]:
@@ -266,8 +280,8 @@ def _wgrad_errors(
 
 def totals(
     sums: PartialSums, kind: LinearKind, grad_output: Tensor, formats: Mapping[str, Format]
-) -> dict[str, Tensor]:
-    """Return the statistics of the unsharded linear, FP64 scalars over the sampled tokens.
+) -> tuple[list[str], Tensor]:
+    """Return the statistics of the unsharded linear over the sampled tokens.
 
     Args:
         sums: added over all shards.
@@ -276,30 +290,32 @@ def totals(
         formats: the formats measured.
 
     Returns:
-        {column of `records.py`: its value}; the columns of a format are named `format.column`.
-        `fisher` lacks its factor T / N and `aligned_fisher` its factor T, with T the tokens of the
-        batch and N the out_features.
+        (columns of `records.py`, their values, FP64 [columns]); the columns of a format are named
+        `format.column`. `fisher` lacks its factor T / N, `aligned_fisher` its factor T and
+        `local_square` its divisor |update|^2, with T the tokens of the batch and N the
+        out_features.
     """
-    found = dict(zip(_scalar_names(kind, formats), sums.scalars.double(), strict=True))
+    names = _scalar_names(kind, formats)
+    values = [sums.scalars.double()]
     if sums.tokens is None:
         tokens = _token_sums(grad_output, sums.products)  # Y and eY are complete only now
     else:
         tokens = sums.tokens
         by_token = _token_squares(sums.products)
+        names += _squares_of("input_grad", formats)
         # Rounded to FP32, as `partial_sums` rounds them for a row-parallel linear: so a linear
         # without shards gives the same bits as either kind.
-        input_grad_squares = by_token.sum(1, dtype=torch.float64).float().double()
-        found |= zip(_squares_of("input_grad", formats), input_grad_squares, strict=True)
+        values.append(by_token.sum(1, dtype=torch.float64).float().double())
     sizes = [1, 1 + len(formats), len(formats)]  # as `_token_sums` puts them together
     grads, outputs, products = torch.split(tokens.double(), sizes)
-    found |= zip(_squares_of("output", formats), outputs.sum(1), strict=True)
+    names += _squares_of("output", formats)
+    values.append(outputs.sum(1))
+    names += [f"{name}.{column}" for column in _CHANGES for name in formats]
+    first = products.sum(1)
     fisher = 0.5 * (outputs[1:] * grads).sum(1)
     aligned_fisher = 0.5 * products.square().sum(1)
-    for i, name in enumerate(formats):
-        found[f"{name}.first"] = products[i].sum()
-        found[f"{name}.fisher"] = fisher[i]
-        found[f"{name}.aligned_fisher"] = aligned_fisher[i]
-    return found
+    values += [first, fisher, aligned_fisher]
+    return names, torch.cat(values)
 
 
 def _token_sums(g: Tensor, outputs: Tensor) -> Tensor:

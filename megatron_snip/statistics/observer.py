@@ -33,11 +33,11 @@ from megatron_snip.quantizers.quantize import rotated_amax
 from megatron_snip.quantizers.reference import amax_of
 from megatron_snip.quantizers.stochastic import grad_output_stream
 from megatron_snip.statistics.health_table import HealthTable
-from megatron_snip.statistics.measure import PartialSums, partial_sums, totals
+from megatron_snip.statistics.measure import PartialSums, partial_sums
 from megatron_snip.statistics.operands import MeasuredWeight, Operands, TensorNumbers
-from megatron_snip.statistics.records import StatisticsTable, column_of
-from megatron_snip.statistics.reduce import RankSums, reduce_sums
-from megatron_snip.statistics.rows import RowLayout
+from megatron_snip.statistics.records import StatisticsTable
+from megatron_snip.statistics.reduce import reduce_sums
+from megatron_snip.statistics.row_sums import RowSums
 from megatron_snip.statistics.sample import (
     MeasureSettings,
     Sample,
@@ -136,27 +136,24 @@ class StepObserver:
         self._topology = topology
         self._sensitivities = sensitivities
         self._rows_by_sender = rows_by_sender
-        self._layout = RowLayout(settings.formats)
         self._needs_numbers = any(fmt.needs_tensor_number for fmt in settings.formats.values())
         # All formats that rotate operands do it alike, so one amax of a rotated operand is enough.
         rotating = [fmt for fmt in settings.formats.values() if fmt.wgrad_hadamard]
         self._rotation = next((fmt for fmt in rotating if fmt.needs_tensor_number), None)
         self._num_forwards: dict[Placement, int] = defaultdict(int)
-        self._own = RankSums()
-        self._updates_added: set[Placement] = set()
+        self._rows = RowSums(settings.formats, topology, sensitivities)
         # All linears of a microbatch have the same sample, so it is drawn once.
         self._draw = cache(partial(draw_sample, settings))
 
     @property
     def failure(self) -> str | None:
         """Why measuring failed on this rank; None if it did not."""
-        return self._own.failure
+        return self._rows.own.failure
 
     def restart(self) -> None:
         """Forget what was observed: Megatron repeats the pass, and only its last run counts."""
         self._num_forwards.clear()
-        self._own = RankSums()
-        self._updates_added.clear()
+        self._rows.clear()
 
     def observe(
         self,
@@ -230,7 +227,9 @@ class StepObserver:
         """All ranks: add up over ranks; see `reduce_sums` for arguments and errors."""
         control = self._topology.control
         with self._measuring():
-            return reduce_sums(self._own, self._settings, linears, grad_scale, loss, norms, control)
+            return reduce_sums(
+                self._rows.own, self._settings, linears, grad_scale, loss, norms, control
+            )
 
     @contextmanager
     def _measuring(self) -> Iterator[None]:
@@ -346,8 +345,7 @@ class StepObserver:
         )
         sums = self._try(placement, measure)
         if sums is not None:
-            largest = self._own.amax.get(placement.name, sums.amax)
-            self._own.amax[placement.name] = torch.maximum(largest, sums.amax)
+            self._rows.add_amax(placement, sums.amax)
         if placement.tensor.group is not None:
             if sums is None:
                 num_single = len(operands.input)
@@ -358,7 +356,9 @@ class StepObserver:
         # The sums are those of all shards; one rank adds them to the table.
         if sums is not None and placement.tensor.rank == 0:
             stride = features.step or 1
-            add = partial(self._add, call, sample, sums, operands.grad_output, stride)
+            add = partial(
+                self._rows.add, placement, sample, sums, operands.grad_output, feature_stride=stride
+            )
             self._try(placement, add)
 
     def _sampled_rows(
@@ -392,71 +392,8 @@ class StepObserver:
             try:
                 return action()
             except Exception as error:
-                self._own.record_failure(error, f"{placement.name}: ")
+                self._rows.own.record_failure(error, f"{placement.name}: ")
         return None
-
-    def _add(
-        self, call: _Call, sample: Sample, sums: PartialSums, grad: Tensor, feature_stride: int
-    ) -> None:
-        """Add one microbatch to the row of its linear, and to that of its expert.
-
-        Args:
-            call: the forward.
-            sample: the tokens of the forward that were measured.
-            sums: sums over all shards of the linear.
-            grad: G [S, N] of the sample's single tokens, on this shard.
-            feature_stride: 4 if wgrad is measured on every fourth output feature; 1 for all.
-        """
-        placement = call.placement
-        measured = totals(sums, placement.kind, grad, self._settings.formats)
-        # Each context-parallel rank measures its own tokens of the same microbatch. What counts
-        # once for each microbatch, such as |W|^2, each of these ranks adds with factor 1 / CP.
-        share = 1.0 / self._topology.context
-        token_factor, tile_factor = sample.expansions
-        # What a measured value stands for, by what its column is summed over (`Column.over`).
-        expansion = {
-            "tokens": token_factor,
-            "tiles": tile_factor * feature_stride,
-            "weight": share,
-            "all": 1.0,
-        }
-        known = self._counts_and_update(placement, sample, share)
-        columns = self._layout.columns
-        # What the host knows goes to the device in one transfer.
-        host = [
-            [expansion[column_of(name).over] for name in columns],
-            [known.get(name, 0.0) for name in columns],
-        ]
-        factors, known_values = to_device(grad.device, torch.tensor(host, dtype=torch.float64))
-        zero = torch.zeros_like(known_values[0])
-        found = torch.stack([measured.get(name, zero) for name in columns])
-        statistics = found * factors + known_values
-        # X and G are of sampled tokens; W is complete, in every microbatch.
-        by_operand = torch.tensor([[token_factor], [share], [token_factor]], dtype=torch.float64)
-        health = sums.health.double() * to_device(grad.device, by_operand)
-        if placement.expert is not None:
-            key = (placement.name, placement.expert)
-            _add_to(self._own.experts, key, self._layout.expert_row(statistics, health))
-        _add_to(self._own.rows, placement.name, self._layout.row(statistics, health))
-
-    def _counts_and_update(
-        self, placement: Placement, sample: Sample, share: float
-    ) -> dict[str, float]:
-        """Return what a microbatch adds without being measured, by column: counts and |update|^2.
-
-        Args:
-            placement: the linear.
-            sample: the measured tokens of the microbatch.
-            share: the part of the microbatch that counts on this rank, 1 / CP.
-        """
-        known = {"microbatches": share, "tokens": float(sample.num_tokens)}
-        # A weight's update is added once, and not in every microbatch and on every data rank.
-        was_added = placement in self._updates_added
-        if not was_added and self._topology.data_axis(placement).rank == 0:
-            sensitivity = self._sensitivities.get(placement)
-            known["update_square"] = 0.0 if sensitivity is None else sensitivity.update_square
-        self._updates_added.add(placement)
-        return known
 
     def _tensor_numbers(
         self,
@@ -502,8 +439,3 @@ class StepObserver:
             amax=torch.where(takes_shared, shared[0], found.amax),
             rotated_amax=torch.where(takes_shared, shared[1], found.rotated_amax),
         )
-
-
-def _add_to(rows: dict[K, Tensor], key: K, row: Tensor) -> None:
-    """Add a row to what was added under its key."""
-    rows[key] = rows[key] + row if key in rows else row

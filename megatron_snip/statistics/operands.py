@@ -14,7 +14,7 @@ from torch import Tensor
 from megatron_snip.formats import Block, Format, ScaleType
 from megatron_snip.quantizers.quantize import operand_block, operand_format
 from megatron_snip.quantizers.reference import tensor_scale, tile_amaxes
-from megatron_snip.quantizers.together import GemmOperand, quantize_dequantize_operands
+from megatron_snip.quantizers.together import GemmOperand, Quantized
 from megatron_snip.statistics.health import OperandCounts
 from megatron_snip.types import Gemm, Operand
 
@@ -117,14 +117,36 @@ class MeasuredWeight:
         """W as it is measured: on a CPU in FP32."""
         return self.source if self.source.is_cuda else self.source.float()
 
-    def copies(self, name: str) -> WeightCopies:
-        """Return W in the format called `name`."""
+    def originals(self, name: str) -> list[GemmOperand]:
+        """Return what must be quantized for `copies` in the format called `name`.
+
+        That is W for each GEMM that needs a copy of its own; nothing if the copies were kept.
+        """
         if name in self._copies:
+            return []
+        fmt = self._formats[name]
+        block = operand_block(fmt, Operand.WEIGHT, Gemm.FPROP)
+        is_square = block[0] == block[1]  # then one copy serves both GEMMs
+        gemms = [Gemm.FPROP] if is_square else [Gemm.FPROP, Gemm.DGRAD]
+        return [self._original(fmt, gemm) for gemm in gemms]
+
+    def copies(
+        self, name: str, originals: Sequence[GemmOperand], quantized: Sequence[Quantized]
+    ) -> WeightCopies:
+        """Return W in the format called `name`.
+
+        Args:
+            name: the name.
+            originals: what `originals` returned.
+            quantized: what they became.
+        """
+        if not originals:
             return self._copies[name]
-        found = self._quantize(name)
+        self.counts.add(originals[0], self._formats[name], quantized[0])
+        copies = WeightCopies(quantized[0].values, quantized[-1].values)
         if self._keeps_copies:
-            self._copies[name] = found
-        return found
+            self._copies[name] = copies
+        return copies
 
     def measure_error(self, name: str, copies: WeightCopies) -> None:
         """Keep the norms of W's errors in a format, after the sample's last use of its copies."""
@@ -143,18 +165,7 @@ class MeasuredWeight:
         """
         return {"weight_square": row_norms(self.tensor)} | self._error_norms
 
-    def _quantize(self, name: str) -> WeightCopies:
-        """Quantize W to a format, and count what becomes of it."""
-        fmt = self._formats[name]
-        block = operand_block(fmt, Operand.WEIGHT, Gemm.FPROP)
-        is_square = block[0] == block[1]  # then one copy serves both GEMMs
-        gemms = [Gemm.FPROP] if is_square else [Gemm.FPROP, Gemm.DGRAD]
-        originals = [self._operand(fmt, gemm) for gemm in gemms]
-        quantized = quantize_dequantize_operands(originals, fmt)
-        self.counts.add(originals[0], fmt, quantized[0])
-        return WeightCopies(quantized[0].values, quantized[-1].values)
-
-    def _operand(self, fmt: Format, gemm: Gemm) -> GemmOperand:
+    def _original(self, fmt: Format, gemm: Gemm) -> GemmOperand:
         """Return W as it is quantized for a GEMM."""
         w = self.tensor
         numbers = self.tensor_numbers

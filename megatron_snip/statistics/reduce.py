@@ -7,9 +7,7 @@ G times `grad_scale` is the gradient of the batch-mean loss: it takes out the lo
 by the number of data ranks. Megatron itself has divided by the number of microbatches.
 """
 
-import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import torch
@@ -18,7 +16,6 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megatron_snip.collectives import RemoteFailure, gather_json, sum_over
-from megatron_snip.log import log_failure
 from megatron_snip.statistics.health import make_health_table
 from megatron_snip.statistics.health_table import HealthTable
 from megatron_snip.statistics.records import (
@@ -29,37 +26,13 @@ from megatron_snip.statistics.records import (
     StatisticsTable,
     column_of,
 )
+from megatron_snip.statistics.row_sums import RankSums
 from megatron_snip.statistics.rows import RowLayout
 from megatron_snip.statistics.sample import MeasureSettings
 from megatron_snip.topology import LinearInfo
 from megatron_snip.types import Operand
 
-logger = logging.getLogger(__name__)
-
 K = TypeVar("K")
-
-
-@dataclass
-class RankSums:
-    """What one rank has measured in an iteration.
-
-    Attributes:
-        rows: The row of each linear (`RowLayout.row`), FP64, by the linear's name. Its norms are
-            zeros: `reduce_sums` fills them in.
-        amax: The largest magnitudes of X, W and G, FP32 [3], by the linear's name.
-        experts: The row of each expert (`RowLayout.expert_row`), FP64, by linear name and expert.
-        failure: The first error, in one line, or None.
-    """
-
-    rows: dict[str, Tensor] = field(default_factory=dict)
-    amax: dict[str, Tensor] = field(default_factory=dict)
-    experts: dict[tuple[str, int], Tensor] = field(default_factory=dict)
-    failure: str | None = None
-
-    def record_failure(self, error: Exception, where: str = "") -> None:
-        """Remember the first error, while it is handled; its traceback is logged."""
-        if self.failure is None:
-            self.failure = where + log_failure(logger, "measuring", error, where.rstrip(": "))
 
 
 def reduce_sums(

@@ -11,7 +11,7 @@ from megatron_snip.collectives import RemoteFailure, attempt
 from megatron_snip.errors import PlanningError
 from megatron_snip.log import forget_warnings, set_iteration
 from megatron_snip.reporting.events import Event, Metrics, Reporter
-from megatron_snip.statistics.reduce import RankSums
+from megatron_snip.statistics.row_sums import RankSums
 
 
 @pytest.fixture(autouse=True)

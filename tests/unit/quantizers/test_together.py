@@ -30,12 +30,12 @@ def matrix(rows: int, cols: int, operand: Operand) -> torch.Tensor:
 
 @pytest.mark.parametrize("fmt", SCALED, ids=lambda f: f.name)
 @pytest.mark.parametrize("shape", [(128, 256), (256, 128), (130, 200), (0, 128)])
-@pytest.mark.parametrize("limit", [1 << 18, 1000])
+@pytest.mark.parametrize("small", [1 << 16, 1000])
 def test_together_or_alone_gives_the_same_bits(
-    fmt: Format, shape: tuple[int, int], limit: int, monkeypatch: pytest.MonkeyPatch
+    fmt: Format, shape: tuple[int, int], small: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of every operand of every GEMM, in complete tiles and others, in one buffer and without."""
-    monkeypatch.setattr(together, "BUFFER_ELEMENTS", limit)
+    monkeypatch.setattr(together, "SMALL", small)
     entries: list[GemmOperand] = []
     alone: list[torch.Tensor] = []
     for operand, gemm in ENTRIES:

@@ -13,7 +13,7 @@ from megatron_snip.collectives import RemoteFailure
 from megatron_snip.formats import Format
 from megatron_snip.quantizers.stochastic import ColumnMap, StochasticStream, StreamKey
 from megatron_snip.quantizers.together import GemmOperand, Quantized
-from megatron_snip.statistics import measure, operands
+from megatron_snip.statistics import measure
 from megatron_snip.statistics import observer as observer_module
 from megatron_snip.statistics.observer import StepObserver
 from megatron_snip.statistics.sample import (
@@ -187,8 +187,7 @@ def test_a_weight_is_quantized_once_for_all_senders(monkeypatch: pytest.MonkeyPa
         calls.update((entry.operand, entry.gemm) for entry in entries)
         return real(entries, fmt)
 
-    for module in (measure, operands):
-        monkeypatch.setattr(module, "quantize_dequantize_operands", counted)
+    monkeypatch.setattr(measure, "quantize_dequantize_operands", counted)
 
     def observed(xs: Any, gs: Any, topology: Topology, parts: Any) -> Any:
         observer = StepObserver(ALL, topology, {}, lambda placement, rows: parts)
