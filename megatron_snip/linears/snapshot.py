@@ -1,6 +1,7 @@
 """What a forward-backward changes besides gradients, saved so that it can be undone."""
 
 import random
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,13 +11,20 @@ from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
 from megatron_snip.linears.te.history import scaling_states
 
+_MAX_LOGITS = "current_max_attn_logits"
+"""Attribute of Megatron's attention over Transformer Engine: None, or a tensor by head."""
+
+
+_SPARSE_ATTENTION = "megatron.core.transformer.experimental_attention_variant.dsa"
+
 
 class TrainingStateSnapshot:
     """What a forward-backward changes besides gradients, saved so that it can be undone.
 
     Random number generators (torch, CUDA, Megatron's tracker, numpy, random), module buffers, the
-    history and the scales of delayed scaling, and the losses that Megatron adds up for its log
-    (MoE's auxiliary losses, MTP's).
+    history and the scales of delayed scaling, the losses that Megatron adds up for its log (MoE's
+    auxiliary losses, MTP's, those of sparse attention), and the largest attention logits, by which
+    `--qk-clip` scales weights.
     """
 
     def __init__(self, chunks: Sequence[torch.nn.Module]) -> None:
@@ -26,6 +34,10 @@ class TrainingStateSnapshot:
         self._tensors = buffers + _logged_losses()
         self._values = [tensor.clone() for tensor in self._tensors]
         self._modules = [module for chunk in chunks for module in chunk.modules()]
+        # Megatron replaces this tensor in each forward.
+        self._max_logits = [
+            (m, getattr(m, _MAX_LOGITS)) for m in self._modules if hasattr(m, _MAX_LOGITS)
+        ]
         states = self._scaling_states()
         self._scaling = [(each, each.amax_history.clone(), each.scale.clone()) for each in states]
         tracker = get_cuda_rng_tracker().get_states()
@@ -43,6 +55,8 @@ class TrainingStateSnapshot:
         for tensor in _logged_losses():
             if not any(tensor is saved for saved in self._tensors):
                 tensor.zero_()  # created since
+        for module, logits in self._max_logits:
+            setattr(module, _MAX_LOGITS, logits)
         for state in self._scaling_states():
             state.amax_history.zero_()  # as new; those that were there follow
             state.scale.fill_(1.0)
@@ -64,11 +78,16 @@ class TrainingStateSnapshot:
 
 
 def _logged_losses() -> list[torch.Tensor]:
-    """Return the sums that every forward adds to (MoE's auxiliary losses, MTP's)."""
+    """Return the sums that every forward adds to: losses of MoE, MTP and sparse attention."""
     from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 
-    tracker = MTPLossLoggingHelper.tracker
-    return _moe_losses() + ([tracker["values"]] if "values" in tracker else [])
+    trackers = [MTPLossLoggingHelper.tracker]
+    sparse_attention = sys.modules.get(_SPARSE_ATTENTION)  # loaded by models that have it
+    if sparse_attention is not None:
+        trackers.append(sparse_attention.DSAIndexerLossLoggingHelper.tracker)
+    # The names of the entries differ between releases.
+    found = [value for tracker in trackers for value in tracker.values()]
+    return _moe_losses() + [value for value in found if isinstance(value, torch.Tensor)]
 
 
 def _moe_losses() -> list[torch.Tensor]:

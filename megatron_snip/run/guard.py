@@ -20,6 +20,7 @@ read at the end of the iteration.
 
 import math
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -192,7 +193,10 @@ class Guard:
             message = f"{text}; no other plan to fall back to"
             return Outcome(results, num_runs=2, was_watched=True, message=message)
 
-        results = run_again(fallback)
+        # If the fallback's loss is not finite, and the plan's was, the plan runs again below.
+        tolerating = tolerating_non_finite() if math.isfinite(loss) else nullcontext()
+        with tolerating:
+            results = run_again(fallback)
         measured = self._measure_loss(results, step)
         fallback_loss = math.nan if measured is None else measured
         text += f", {fallback_loss:.4g} under {fallback.label}"

@@ -113,6 +113,8 @@ class LossMonitor(Record):
         assert self.watch is not None, "only a watched iteration runs twice"
         if not math.isfinite(loss):
             return math.isfinite(second)  # NaN under both is not the plan's doing
+        if not math.isfinite(second):
+            return False  # the fallback is worse
         if self.watch.num_spikes + 1 >= PATIENCE:
             return True
         return loss - second > 0.5 * (loss - self.watch.level)

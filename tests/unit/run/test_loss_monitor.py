@@ -53,6 +53,7 @@ HIGH = [3.0] * (PATIENCE - 1)
         ([], 3.0, math.nan, False),
         (HIGH[1:], 3.0, 3.0, False),
         (HIGH, 3.0, 3.0, True),  # it lasts
+        (HIGH, 3.0, math.nan, False),
         ([*HIGH, 2.0], 3.0, 3.0, False),  # it returned
         ([*HIGH, 2.35], 3.0, 3.0, True),  # not even halfway
     ],

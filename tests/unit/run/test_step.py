@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from megatron.core.rerun_state_machine import RerunStateMachine
+from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 
 from megatron_snip.linears.snapshot import TrainingStateSnapshot
 from megatron_snip.log import forget_warnings
@@ -88,6 +89,32 @@ def test_random_numbers_and_buffers_are_restored_twice() -> None:
         assert model.num_batches_tracked == 0
         assert torch.equal(model.running_mean, torch.zeros(3))
         assert draws() == wanted
+
+
+def test_the_largest_attention_logits_are_restored() -> None:
+    """`--qk-clip` scales weights by them after the step."""
+    module = torch.nn.Linear(2, 2)
+    before = torch.tensor([1.0, 2.0])
+    for value in (None, before):
+        module.current_max_attn_logits = value
+        snapshot = TrainingStateSnapshot([torch.nn.Sequential(module)])
+        module.current_max_attn_logits = torch.tensor([math.nan, 150.0])
+        snapshot.restore()
+        assert module.current_max_attn_logits is value
+
+
+@pytest.mark.parametrize("name", ["values", "loss_values", "correct_values"])
+def test_losses_of_multi_token_prediction_are_restored_under_any_releases_name(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tracker = {name: torch.ones(2), "reduce_group": None}
+    monkeypatch.setattr(MTPLossLoggingHelper, "tracker", tracker)
+    snapshot = TrainingStateSnapshot([])
+    tracker[name] += math.nan
+    tracker["created since"] = torch.ones(2)
+    snapshot.restore()
+    assert torch.equal(tracker[name], torch.ones(2))
+    assert torch.equal(tracker["created since"], torch.zeros(2))
 
 
 @pytest.mark.parametrize(
