@@ -31,6 +31,7 @@ from megatron_snip.linears.model import PlannedModel
 from megatron_snip.linears.moe_dispatch import ExpertDispatch
 from megatron_snip.linears.runtime import Runtime
 from megatron_snip.linears.snapshot import TrainingStateSnapshot
+from megatron_snip.log import log_failure
 from megatron_snip.planning.plan import PrecisionPlan
 from megatron_snip.reporting.events import Measurement
 from megatron_snip.run.guard import Outcome
@@ -132,7 +133,11 @@ class Observations:
 
     def may_begin(self) -> bool:
         """All ranks: whether AdamW's moments have seen enough steps on every rank."""
-        steps = steps_of_moments(self._optimizer)
+        try:
+            steps = steps_of_moments(self._optimizer)
+        except Exception as error:  # `begin` reads the moments, too: there it fails on all ranks
+            log_failure(logger, "reading the optimizer's steps", error)
+            steps = None
         is_young = steps is not None and steps < MIN_OPTIMIZER_STEPS
         return not any_rank(is_young, self._topology.control)
 

@@ -117,8 +117,7 @@ class TrainingStep:
         scale = get_model_config(self.chunks[0]).grad_scale_func
         if scale is None:
             return 1.0
-        one = torch.ones(1, device=next(self.chunks[0].parameters()).device)
-        return float(scale(one).item())
+        return float(scale(on_device(torch.ones(1))).item())
 
     def grad_scale(self, topology: Topology, loss_scale: float) -> float:
         """Return the factor that turns a gradient of the backward into one of the batch-mean loss.

@@ -156,6 +156,8 @@ def optimizer_shards(optimizer: Any) -> dict[Tensor, Shard]:
     shards: dict[Tensor, Shard] = {}
     for part in _parts(optimizer):
         inner = getattr(part, "optimizer", part)  # torch's, inside of Megatron's
+        if inner is None:  # of a rank without trainable parameters
+            continue
         groups = {id(p): group for group in inner.param_groups for p in group["params"]}
         for parameter, main_param, start, end in _owned(part, inner):
             group = groups.get(id(main_param))
@@ -199,8 +201,9 @@ def is_sharded(optimizer: Any) -> bool:
 
 
 def _parts(optimizer: Any) -> Sequence[Any]:
-    """Return the optimizers that Megatron chains, or the only one."""
-    return getattr(optimizer, "chained_optimizers", None) or [optimizer]
+    """Return the optimizers that Megatron chains, perhaps none, or the only one."""
+    chained: Sequence[Any] | None = getattr(optimizer, "chained_optimizers", None)
+    return [optimizer] if chained is None else chained
 
 
 def _owned(part: Any, inner: Any) -> Iterator[tuple[Tensor, Tensor, int, int]]:

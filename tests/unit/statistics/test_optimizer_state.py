@@ -1,16 +1,27 @@
 """D and the update, against the real AdamW; optimizers of every make; D in factors."""
 
 import copy
+from contextlib import ExitStack
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
+from megatron.core.optimizer import ChainedOptimizer, OptimizerConfig
+from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params
 
-from megatron_snip.statistics.optimizer_state import Shard, optimizer_shards
+from megatron_snip.patches import cpu
+from megatron_snip.statistics.optimizer_state import (
+    Shard,
+    is_sharded,
+    learning_rate,
+    optimizer_shards,
+    steps_of_moments,
+)
 from megatron_snip.statistics.sensitivity import ShardSums, gather_sensitivities
 from megatron_snip.topology import Placement, Topology
+from tests.models import alone
 
 BETAS, EPS = (0.9, 0.95), 1e-8
 
@@ -34,6 +45,22 @@ def d_and_update(shard: Shard) -> tuple[torch.Tensor, torch.Tensor]:
     found = shard.d_and_update()
     assert found is not None
     return found
+
+
+@pytest.mark.parametrize("is_chained", [False, True])
+def test_a_rank_without_trainable_parameters_has_no_state(is_chained: bool) -> None:
+    """A frozen tower on a pipeline stage of its own: Megatron makes optimizers of nothing."""
+    config = OptimizerConfig(optimizer="adam", lr=1e-3, bf16=True)
+    with alone("gloo"), ExitStack() as stack:
+        cpu.install()
+        stack.callback(cpu.uninstall)
+        stubs: list[Any] = [Float16OptimizerWithFloat16Params(None, config, None, None)]
+        chained = [ChainedOptimizer(stubs), ChainedOptimizer([])]
+    for optimizer in chained if is_chained else stubs:
+        assert optimizer_shards(optimizer) == {}
+        assert steps_of_moments(optimizer) is None
+        assert learning_rate(optimizer) is None
+        assert not is_sharded(optimizer)
 
 
 def next_update(param: torch.nn.Parameter, optimizer: Any, grad: torch.Tensor) -> torch.Tensor:
