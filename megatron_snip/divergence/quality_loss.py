@@ -130,7 +130,8 @@ def divergence_table(
 
     Args:
         table: The statistics.
-        options: The options that every linear may choose.
+        options: The options that every linear may choose, in the order of falling precision. A
+            linear that no backward reached may choose the first one only.
         lowest_format: The lowest precision among the formats.
         config: SNIP's settings, of which `loss_divergence` and `weight_lambda` are used.
         warn: Whether to log what is forbidden; one rank of many is enough.
@@ -142,9 +143,16 @@ def divergence_table(
     loss_sum = finite_sum(_or_nan(loss_of, linear, lowest) for linear in table.linears)
     weight_sum = finite_sum(_or_nan(weight_of, linear, lowest) for linear in table.linears)
     linears: dict[str, dict[Option, OptionDivergence]] = {}
+    unmeasured = [linear.name for linear in table.linears if not _was_measured(linear)]
+    if warn and unmeasured:
+        text = "no backward reached %d of %d linears, such as %s: they get %s (frozen layers?)"
+        logger.warning(text, len(unmeasured), len(table.linears), unmeasured[0], options[0])
     for linear in table.linears:
         by_option = {}
         for option in options:
+            if not _was_measured(linear):
+                by_option[option] = _unmeasured_divergence(is_highest=option == options[0])
+                continue
             loss = _or_nan(loss_of, linear, option)
             weight = _or_nan(weight_of, linear, option)
             quality = _share(loss, loss_sum)
@@ -175,10 +183,13 @@ def planning_problem(table: DivergenceTable, target: float) -> PlanningProblem:
     for linear in table.statistics.linears:
         costs = {}
         for option, divergence in table.linears[linear.name].items():
+            norms = divergence.abs_error  # 0 or NaN, as all scores of such a linear
+            if _was_measured(linear):
+                norms = _or_nan(norm_bound, linear, option)
             scores = {
                 "abs_error": divergence.abs_error,
                 "rel_error": divergence.rel_error,
-                "norms": _or_nan(norm_bound, linear, option),
+                "norms": norms,
             }
             costs[str(option)] = OptionCost(
                 quality_loss=divergence.quality_loss,
@@ -304,11 +315,22 @@ def norm_bound(linear: LinearStatistics, option: Option) -> float:
     return total
 
 
+def _was_measured(linear: LinearStatistics) -> bool:
+    """Return whether a backward reached the linear: none reaches frozen first layers."""
+    return linear.microbatches > 0
+
+
+def _unmeasured_divergence(is_highest: bool) -> OptionDivergence:
+    """Return what keeps a linear that was not measured at its highest precision."""
+    value = 0.0 if is_highest else math.nan
+    return OptionDivergence(value, value, 0.0 if is_highest else None, value, value)
+
+
 def _or_nan(
     compute: Callable[[LinearStatistics, Option], float], linear: LinearStatistics, option: Option
 ) -> float:
     """Return a score, or NaN where it could not be measured."""
-    if linear.microbatches == 0 and option != BF16:  # no backward reached it
+    if not _was_measured(linear):
         return math.nan
     try:
         return compute(linear, option)

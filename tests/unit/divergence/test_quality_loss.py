@@ -170,6 +170,22 @@ def test_formats_and_linears_that_were_not_measured_are_forbidden() -> None:
     assert [unseen[o].quality_loss for o in (BF16, FP8, FP4)] == [0.0, None, None]
 
 
+def test_a_linear_that_no_backward_reached_keeps_the_highest_precision(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Frozen first layers, in a job without bf16 among the formats: the others are planned."""
+    measured = dict.fromkeys(("fp8", "fp4"), errors(0.0))
+    frozen = LinearStatistics("decoder.layers.8.mlp.linear_fc1", 0, 128, 128, 1.0, formats=measured)
+    found = divergences(*two(), frozen, formats=("fp8", "fp4"))
+    *_, unseen = found.linears.values()
+    assert (unseen[FP8].quality_loss, unseen[FP4].quality_loss) == (0.0, None)
+    (record,) = caplog.records
+    assert "no backward reached 1 of 3 linears, such as decoder.layers.8" in record.getMessage()
+    costs = planning_problem(found, target=0.5).linears[-1].options
+    assert costs["fp8"].scores["norms"] == 0.0
+    assert (costs["fp8"].quality_loss, costs["fp4"].quality_loss) == (0.0, None)
+
+
 def test_where_nothing_is_hurt_or_measured_everything_is_free() -> None:
     rows = [linear(i, fp8=errors(0.0), fp4=errors(0.0)) for i in range(2)]
     found = divergences(*rows, formats=("bf16", "fp8", "fp4"))
