@@ -176,7 +176,7 @@ class SnipController:
         """
         config = self.config
         runtime = self.model.runtime
-        self._schedule = RefreshSchedule(config)
+        self._schedule = RefreshSchedule(config, num_done)
         self._observations = Observations(config, self.model, self._plans.available, optimizer)
         # A plan that never changes is not judged.
         is_guarded = config.guard and self._schedule.makes_plans
@@ -219,7 +219,7 @@ class SnipController:
         self._apply_due_plan(iteration, kwargs.get("num_microbatches", 1))
         self._begin_due_refresh(iteration)
         # Which part of the linears this iteration measures; None: it does not measure.
-        part = self._schedule.part(iteration)
+        part = self._schedule.take_part(iteration)
         observation = None
         runs_unfused_before = part is not None and self.model.has_fused_mlps
         may_repeat = self._guard.is_watching or runs_unfused_before
@@ -319,7 +319,7 @@ class SnipController:
             plan=self.plan,
             history=tuple(self.history),
             target=self._planned_target,
-            schedule=self._schedule.state_dict(),
+            schedule=self._schedule.state_dict(iteration),
             solve=self._solve.state_dict(),
             guard=self._guard.state_dict(),
             observations=self._observations.state_dict(),
@@ -495,10 +495,11 @@ class SnipController:
 
     def _begin_due_refresh(self, iteration: int) -> None:
         """All ranks: begin a refresh that is due, or wait for the optimizer's moments."""
-        is_due = self._schedule.is_due(iteration, self._guard.state.refresh_at)
-        # While a plan is being solved (the guard's refresh, a new target), a refresh whose turn it
-        # is is left out; the next one comes after `interval` iterations.
-        if not is_due or self._solve.is_under_way:
+        if not self._schedule.is_due(iteration, self._guard.state.refresh_at):
+            return
+        # A plan is being solved: that of the guard's refresh, or of a new target.
+        if self._solve.is_under_way:
+            self._schedule.leave_out(iteration)
             return
         if self._observations.may_begin():
             self._schedule.begin(iteration)
@@ -508,7 +509,7 @@ class SnipController:
                 f"iteration {iteration}: measuring waits until the optimizer has made "
                 f"{MIN_OPTIMIZER_STEPS} steps"
             )
-        self._schedule.wait()
+        self._schedule.wait(iteration)
 
     def _plan_for_new_target(self, iteration: int) -> None:
         """All ranks: if the target is about to change, plan anew from the last measurement."""

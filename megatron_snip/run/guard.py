@@ -50,7 +50,7 @@ class GuardState(Record):
         good: the last good plan, or None before the first change.
         refused: digests of plans that were reverted.
         num_reverted: plans reverted since one was last judged good.
-        refresh_at: iteration at which a refresh is wanted because a plan was reverted, or None.
+        refresh_at: iteration from which a refresh is wanted because a plan was reverted, or None.
     """
 
     loss: LossMonitor = LossMonitor()

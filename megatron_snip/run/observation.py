@@ -272,9 +272,8 @@ class Observations:
         if names != {linear.name for linear in self._model.all_linears}:
             return False
         needed = {name for option in self._available.options for name in option.formats} - {"bf16"}
-        # An expert without tokens has no formats yet; it does not stop a plan.
-        measured = [set(row.formats) for row in self.mean.linears if row.microbatches]
-        return bool(measured) and all(needed <= formats for formats in measured)
+        # Without microbatches: of a part that the stopped run's first refresh did not come to.
+        return all(row.microbatches and needed <= set(row.formats) for row in self.mean.linears)
 
     def measurement(self, target: float) -> Measurement:
         """Return what the measurements so far amount to: divergences, health, a planning problem.

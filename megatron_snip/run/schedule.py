@@ -6,6 +6,9 @@
 
 `RefreshSchedule` counts iterations. The controller decides whether a refresh that is due may begin:
 the optimizer's moments may be too young, or a plan may still be on its way.
+
+Megatron may skip iterations (`--iterations-to-skip`). So a refresh is due from its turn on, until
+one begins, and a part that would be measured in a skipped iteration is measured in the next one.
 """
 
 from dataclasses import dataclass
@@ -20,9 +23,12 @@ class ScheduleState:
 
     Attributes:
         refreshed: the first iteration of the last refresh that began, or None.
+        due_since: if a refresh is due, or has measured some of its parts only: the iteration from
+            which it was due. A resumed run begins it at once. None if no refresh is due.
     """
 
     refreshed: int | None = None
+    due_since: int | None = None
 
 
 class RefreshSchedule:
@@ -37,43 +43,65 @@ class RefreshSchedule:
         is_waiting: whether a refresh is due and waits until it may begin.
     """
 
-    def __init__(self, config: SnipConfig) -> None:
-        """Start before the first refresh."""
+    def __init__(self, config: SnipConfig, num_done: int = 0) -> None:
+        """Start before the first refresh that begins after `num_done` iterations."""
         self.plans_without_statistics = not get_policy(config.policy).needs_statistics
         plans_again = config.has_schedule or not self.plans_without_statistics
         self.makes_plans = plans_again and not config.collect_only
         self.iterations_per_refresh = config.iterations_per_refresh
         self.is_waiting = False
+        self._measures = config.collect_only or not self.plans_without_statistics
         self._config = config
         self._refreshed: int | None = None
+        self._due_from = self._turn_after(num_done)
+        # Parts of the last refresh that were measured; all of them if no refresh is under way.
+        self._num_measured = self.iterations_per_refresh
+        self._last_measured_iteration: int | None = None
 
     def is_due(self, iteration: int, wanted_at: int | None = None) -> bool:
         """Return whether a refresh should begin with an iteration.
 
         Args:
             iteration: the iteration that is about to run.
-            wanted_at: an iteration at which a refresh is wanted out of turn, or None.
+            wanted_at: an iteration from which a refresh is wanted out of turn, or None. A refresh
+                that is under way then begins again.
         """
-        config = self._config
-        never_measures = self.plans_without_statistics and not config.collect_only
-        if never_measures or iteration < config.start_step or self.part(iteration) is not None:
+        if not self._measures or iteration < self._config.start_step:
             return False
-        is_its_turn = (iteration - config.start_step) % config.interval == 0
-        return self.is_waiting or iteration == wanted_at or is_its_turn
+        if wanted_at is not None and iteration >= wanted_at:
+            has_begun_since = self._refreshed is not None and self._refreshed >= wanted_at
+            if not has_begun_since:
+                return True
+        return iteration >= self._due_from and not self._is_under_way
 
     def begin(self, iteration: int) -> None:
         """Begin a refresh with an iteration."""
         self.is_waiting = False
         self._refreshed = iteration
+        self._num_measured = 0
 
-    def wait(self) -> None:
-        """Keep a refresh that cannot begin yet due in the next iteration."""
+    def wait(self, iteration: int) -> None:
+        """Keep a refresh that cannot begin with an iteration due in the next one."""
         self.is_waiting = True
+        self._due_from = min(self._due_from, iteration)
 
-    def part(self, iteration: int) -> int | None:
-        """Return which part of the linears an iteration measures; None if it measures nothing."""
-        part = -1 if self._refreshed is None else iteration - self._refreshed
-        return part if 0 <= part < self.iterations_per_refresh else None
+    def leave_out(self, iteration: int) -> None:
+        """Leave out a refresh whose turn it is; the next one is due after `interval` iterations."""
+        self._due_from = self._turn_after(iteration)
+
+    def take_part(self, iteration: int) -> int | None:
+        """Return which part of the linears an iteration measures; None if it measures nothing.
+
+        An iteration that is repeated measures the same part again.
+        """
+        if iteration != self._last_measured_iteration:
+            if not self._is_under_way:
+                return None
+            self._last_measured_iteration = iteration
+            self._num_measured += 1
+            # A refresh whose turn comes while this one measures is left out.
+            self._due_from = self._turn_after(iteration)
+        return self._num_measured - 1
 
     def is_last(self, part: int | None) -> bool:
         """Return whether a part is the last one of its refresh."""
@@ -86,15 +114,37 @@ class RefreshSchedule:
         away, and the plan is due when it begins; before iteration 99 it would come too late.
         """
         config = self._config
-        until_refresh = (config.start_step - iteration - 1) % config.interval + 1
-        comes_too_late = self.is_waiting or until_refresh < config.lag
+        comes_too_late = self._due_from - iteration < config.lag
         is_in_time = self.plans_without_statistics or not comes_too_late
         return self.makes_plans and config.has_schedule and is_in_time
 
-    def state_dict(self) -> ScheduleState:
-        """Return what a checkpoint keeps."""
-        return ScheduleState(self._refreshed)
+    @property
+    def _is_under_way(self) -> bool:
+        """Whether a refresh has begun and has parts to measure."""
+        return self._num_measured < self.iterations_per_refresh
+
+    def _turn_after(self, iteration: int) -> int:
+        """Return the first iteration after another one at which a refresh begins by its turn."""
+        config = self._config
+        if iteration < config.start_step:
+            return config.start_step
+        return iteration + config.interval - (iteration - config.start_step) % config.interval
+
+    def state_dict(self, iteration: int) -> ScheduleState:
+        """Return what a checkpoint after an iteration keeps.
+
+        Parts of a refresh are not kept: a resumed run measures all of them, so that every linear is
+        measured by the same settings.
+        """
+        due_since = None
+        if self._is_under_way:
+            due_since = self._refreshed
+        elif self._measures and self._due_from <= iteration:
+            due_since = self._due_from
+        return ScheduleState(self._refreshed, due_since)
 
     def load_state_dict(self, state: ScheduleState) -> None:
-        """Continue after the refresh of a stopped run."""
+        """Continue after the refresh of a stopped run, or begin it at once if it has not ended."""
         self._refreshed = state.refreshed
+        if state.due_since is not None:
+            self._due_from = state.due_since

@@ -7,7 +7,7 @@ has `state_dict` and `load_state_dict`:
     {"version": 3, "iteration": int, "settings": {name: text},
      "plan": {a plan file's object}, "history": [[iteration, digest], ...],
      "target": null | number,                        the controller's
-     "schedule": {"refreshed": int | null},          schedule.Schedule's
+     "schedule": {"refreshed": int | null, "due_since": int | null},
      "solve": null | {"iteration": int, "apply_at": int, "problem": {a problem file's object}},
      "guard": null | {a GuardState's},
      "observations": null | {a StatisticsTable's},
@@ -53,7 +53,7 @@ class ControllerState:
         plan: the current plan.
         history: (iteration, digest) of every plan applied, in order.
         target: the target of the last problem that the solver got, or None.
-        schedule: when the last refresh began.
+        schedule: when the last refresh began, and whether one is due.
         solve: what the solver works on, or None.
         guard: the losses and the refused plans; None without a guard.
         observations: the running mean of the measurements, or None.
@@ -129,6 +129,7 @@ class ControllerState:
         latest = {
             "history": max((iteration for iteration, _ in self.history), default=0),
             "schedule.refreshed": self.schedule.refreshed or 0,
+            "schedule.due_since": self.schedule.due_since or 0,
             "solve.iteration": 0 if self.solve is None else self.solve.iteration,
         }
         if not 0 <= self.iteration <= _MAX_ITERATION:
@@ -141,10 +142,12 @@ class ControllerState:
                     f"{source}: {name} {iteration} is not among the {self.iteration} iterations "
                     "that are done"
                 )
-        if self.solve is not None and not self.iteration < self.solve.apply_at <= _MAX_ITERATION:
+        # Its plan may have been due in an iteration that Megatron skipped: then `apply_at` is done.
+        solve = self.solve
+        if solve is not None and not solve.iteration < solve.apply_at <= _MAX_ITERATION:
             raise UsageError(
-                f"{source}: solve.apply_at {self.solve.apply_at} is not after iteration "
-                f"{self.iteration}"
+                f"{source}: solve.apply_at {solve.apply_at} is not after solve.iteration "
+                f"{solve.iteration}"
             )
 
 

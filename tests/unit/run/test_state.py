@@ -64,7 +64,7 @@ def test_a_guard_that_cannot_be_read_starts_anew(guard: Any, caplog: Any) -> Non
         ({"schedule": {"refreshed": 10**9}}, "schedule.refreshed 1000000000 is not among the 7"),
         ({"history": [[9, "0"]]}, "history 9 is not among the 7"),
         ({"solve": {**SOLVE, "iteration": 10**9}}, "solve.iteration 1000000000 is not among"),
-        ({"solve": {**SOLVE, "apply_at": 7}}, "solve.apply_at 7 is not after iteration 7"),
+        ({"solve": {**SOLVE, "apply_at": 6}}, "solve.apply_at 6 is not after solve.iteration 6"),
     ],
 )
 def test_damage_is_named(change: dict[str, Any], text: str) -> None:
