@@ -17,7 +17,6 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
 import torch
@@ -152,7 +151,8 @@ class SnipController:
         # in this process.
         self._has_trained = False
         self._is_ordinary = False
-        self._step_s: list[float] = []  # of ordinary iterations under the current plan
+        self._step_s_sum = 0.0  # of ordinary iterations under the current plan
+        self._num_step_s = 0
 
         # The plan that the run starts with, and the rest of a stopped run's state.
         first = self._plans.first_plan(state, seed)
@@ -256,7 +256,8 @@ class SnipController:
         if not self._is_ordinary:
             metrics.pop("step_s", None)
         elif "step_s" in metrics:
-            self._step_s.append(metrics["step_s"])
+            self._step_s_sum += metrics["step_s"]
+            self._num_step_s += 1
         self._is_ordinary = True  # the next iteration, unless something sets this to False
         metrics["lowest_precision_fraction"] = self._plans.lowest_precision_share(self.plan)
         metrics |= self.evaluations.take_metrics()
@@ -472,11 +473,12 @@ class SnipController:
             self._apply(plan)
             if changed_linears(self.plan, plan):
                 self._guard.plan_changed(self.plan)
-            step_s = self._step_s  # under the former plan: `_set_plan` starts a new list
+            # Under the former plan: `_set_plan` starts anew.
+            mean_step_s = self._step_s_sum / self._num_step_s if self._num_step_s else None
             saving_s = self._plans.saving_s(plan, num_microbatches)
             text = self._set_plan(iteration, plan, waited_s, saving_s).summary
-            if saving_s is not None and step_s:
-                text += f", mean step before {1e3 * fmean(step_s):.4g} ms"
+            if saving_s is not None and mean_step_s is not None:
+                text += f", mean step before {1e3 * mean_step_s:.4g} ms"
             self._reporter.log(f"iteration {iteration}: {text}")
 
     def _check(self, plan: PrecisionPlan) -> None:
@@ -628,5 +630,6 @@ class SnipController:
         )
         self._reporter.write(Event(iteration, applied))
         self._is_ordinary = False
-        self._step_s = []
+        self._step_s_sum = 0.0
+        self._num_step_s = 0
         return applied

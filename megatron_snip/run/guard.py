@@ -112,6 +112,8 @@ class Guard:
         self._optimizer = optimizer
         self._job_fallback = job_fallback
         self._pending_loss: StepLoss | None = None
+        # The iteration that ran last, and the state before it.
+        self._before: tuple[int, GuardState] | None = None
 
     @property
     def is_watching(self) -> bool:
@@ -148,11 +150,16 @@ class Guard:
     def run(self, iteration: int, step: TrainingStep, plan: PrecisionPlan) -> Outcome:
         """Run an iteration's forward-backward under the current plan, again if need be.
 
+        If Megatron repeats an iteration, the loss of its last run counts.
+
         Args:
             iteration: the iteration that runs.
             step: the iteration's forward-backward call.
             plan: the current plan, which is applied.
         """
+        if self._before is not None and self._before[0] == iteration:
+            self.state = self._before[1]
+        self._before = iteration, self.state
         if self.is_watching:
             return self._run_watched(iteration, step, plan)
         results = self._run(iteration, step)
@@ -224,6 +231,7 @@ class Guard:
     def reverted(self, plan: PrecisionPlan, fallback: PrecisionPlan, iteration: int) -> None:
         """Record that `fallback` replaced `plan` in `iteration`."""
         num_reverted = self.state.num_reverted + 1
+        self._before = None  # a repeated iteration runs under the fallback
         self.state = GuardState(
             loss=self.state.loss.after_plan_change(self._sigmas),
             good=fallback,

@@ -72,6 +72,23 @@ def test_a_lasting_rise_does_not_blame_the_plan_if_the_fallback_gives_nan() -> N
     assert Run(9.0, 9.0, num_spikes=9).iterate().fallback is FALLBACK
 
 
+@pytest.mark.parametrize("is_watched", [False, True])
+def test_an_iteration_that_megatron_repeats_counts_once(is_watched: bool) -> None:
+    """With the loss of its last run; Megatron doubted the first one."""
+
+    def states(*losses: float) -> GuardState:
+        run = Run(*losses)
+        if not is_watched:
+            run.guard.load_state_dict(GuardState(loss=LossMonitor(recent=(2.0,) * 20)))
+        for _ in losses:
+            run.guard.read_loss()
+            run.iterate()
+        run.guard.read_loss()
+        return run.guard.state
+
+    assert states(2.25, 2.125) == states(2.125)
+
+
 def test_a_loss_that_is_nan_under_both_plans_is_left_to_megatron() -> None:
     with pytest.raises(RuntimeError, match="found NaN"):
         Run(math.nan, math.nan).iterate()
