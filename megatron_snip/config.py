@@ -1,7 +1,8 @@
 """SnipConfig: one object from YAML, `--snip-*` flags and Python.
 
-Every field is a flag: `efficiency_target` is `--snip-efficiency-target` on the command line and
-`efficiency_target` in YAML. The text under each field is its help. Unknown keys are refused.
+Every field is a flag (`enabled` is `--snip`): `efficiency_target` is `--snip-efficiency-target` on
+the command line and `efficiency_target` in YAML. The text under each field is its help. Unknown
+keys are refused.
 """
 
 import math
@@ -121,7 +122,7 @@ class ScheduleFields(Section):
     is fixed so that a run can be repeated exactly."""
 
     collect_only: bool = False
-    """Only measure and write at refreshes. Linears run as in the job without SNIP, or by
+    """Only measure and write at refreshes. Linears run as in the job, with the pins, or by
     --snip-plan-file."""
 
     eval_precision: Literal["plan", "bf16", "both"] = "plan"
@@ -199,7 +200,8 @@ class PlanFields(Section):
 
     pins: tuple[str, ...] = ()
     """GLOB=OPTION, comma separated: linears with a fixed option, for example
-    'decoder.layers.0.*=fp8'. The option must be bf16 or one that the formats allow."""
+    'decoder.layers.0.*=fp8'. The option must be bf16 or one of those that the formats
+    give."""
 
     change_penalty: Annotated[float, Field(ge=0.0, le=1e150)] = 0.0
     """Price of each linear that changes its option at a refresh, in units of quality loss. The
@@ -211,8 +213,9 @@ class PlanFields(Section):
 
     plan_file: Path | None = None
     """Start with this plan, a plans/<iteration>.json of another run. It must agree with the pins
-    and use only the formats. A resumed run starts with it if it is another plan than in
-    the stopped run's file, whatever the paths, and else goes on with the checkpoint's plan."""
+    and use only the formats, bf16 or what the job runs. A resumed run starts with it if it is
+    another plan than in the stopped run's file, whatever the paths, and else goes on with the
+    checkpoint's plan."""
 
 
 class GuardFields(Section):
@@ -383,7 +386,7 @@ class SnipConfig(ScheduleFields, MeasureFields, PlanFields, GuardFields, ReportF
         return all(option[gemm] in allowed[gemm] for gemm in Gemm)
 
     def planning_values(self) -> dict[str, Any]:
-        """Return the planner's part of the settings: the fields of a `PlanSettings`."""
+        """Return the planner's part of the settings: what users set of a `PlanSettings`."""
         return {
             "policy": self.policy,
             "pipeline_balance": self.pipeline_balance,

@@ -76,7 +76,8 @@ class Package:
 
 
 CORE = Package("megatron-core", "megatron.core", ">=0.16,<0.21")
-"""Megatron-LM too, whose releases have its numbers; of 0.20 its development branch was tested."""
+"""It stands for Megatron-LM as well: both have the same version numbers. Of 0.20 the development
+branch was tested."""
 
 BRIDGE = Package("megatron-bridge", "megatron.bridge", ">=0.6,<0.7")
 """Older ones, from 0.3 on, have the functions too; they run with a warning."""
@@ -103,7 +104,8 @@ class Session:
         evaluating: what runs Megatron's schedule within an evaluation; None outside of one.
         evaluates_test_set: whether an evaluation of the test set runs.
         graphs: CUDA graphs and the plans under which they were captured; None without a controller.
-        graph_helpers: what captures layers -> the arguments that it was made from.
+        graph_helpers: the arguments that each object of Megatron's which captures layers was made
+            from, by that object.
     """
 
     cli_flags: dict[str, Any] = field(default_factory=dict)

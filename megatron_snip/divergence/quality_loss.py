@@ -92,7 +92,7 @@ class OptionDivergence:
 
 @dataclass(frozen=True)
 class DivergenceTable:
-    """The divergences of a model at one iteration, the same on every rank.
+    """The divergences of a model by the running mean of its measurements, the same on every rank.
 
     Attributes:
         statistics: The statistics that they were computed from.

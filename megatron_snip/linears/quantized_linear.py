@@ -60,7 +60,7 @@ class LinearCall:
             it.
         cache: holds the quantized weight; None quantizes it in every GEMM.
         saves_input: save X itself for the backward, not its quantized form.
-        output_dtype: dtype of Y; None is X's.
+        output_dtype: dtype of Y of a quantized fprop; None is X's.
         delayed_scale: returns the scale of an operand for delayed scaling, and notes its amax; then
             all three GEMMs have that format.
         defer_wgrad: gets wgrad's operands, Q(G) and Q(X) of all gathered tokens, and a function of
@@ -266,7 +266,7 @@ def quantize_input_or_grad(
     Kernels read the operand once for two GEMMs.
 
     Args:
-        x: X [M, K] or G [M, N].
+        x: X [.., K] or G [.., N].
         operand: which of them.
         option: decides the formats; for a bf16 GEMM the tensor is returned as it is.
         dtype: dtype of a quantized result, from `operand_dtype`.

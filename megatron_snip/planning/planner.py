@@ -105,7 +105,7 @@ def frontier(
 
     Returns:
         The policy's plan at each target, in ascending order of targets; None where no plan reaches
-        the target. The plans of policy `snip` are the best ones.
+        the target. The plans of policy `snip` are the best ones found, within the gap.
 
     Raises:
         UsageError: if problem and settings do not fit each other.

@@ -70,6 +70,7 @@ class SnipController:
         forward_backward    in each iteration, in place of its forward-backward function
         end_iteration       after each iteration and its evaluation
         evaluation          around each evaluation
+        end_evaluation      after each evaluation; after the last iteration it adds to its metrics
         state               for each checkpoint
         close               at the end
 
@@ -77,7 +78,7 @@ class SnipController:
         config: the settings, with the formats that `auto` means here.
         model: the planned linears.
         plan: the current plan.
-        history: (iteration, digest) of every plan applied, in order.
+        history: (iteration, digest) of every plan that followed the run's first one, in order.
         metrics: collects an iteration's metrics; for training loops that do not collect their own.
         evaluations: names the evaluations, and decides in which precision they run. Where that is
             `both`, it collects how much the plan raises their loss, for the next metrics.
@@ -99,7 +100,7 @@ class SnipController:
         train_iters: int | None = None,
         num_done: int = 0,
     ) -> None:
-        """All ranks: attach to a built model.
+        """All ranks: attach to a built model, once its checkpoint is loaded.
 
         Args:
             config: the settings.
@@ -207,7 +208,9 @@ class SnipController:
         Args:
             iteration: Megatron's iteration (1-based).
             function: Megatron's forward-backward function.
-            kwargs: keyword arguments of `function`.
+            kwargs: keyword arguments of `function`, among them `data_iterator` and `model`. Without
+                `num_microbatches` predicted seconds are those of one microbatch. Gradients are zero
+                before, as in Megatron's `train_step`.
 
         Returns:
             What `function` returns.
@@ -297,8 +300,8 @@ class SnipController:
 
         Args:
             iteration: the last iteration done, or the one before it.
-            of_all_ranks: all ranks: return what is the same on all of them. Otherwise histories of
-                delayed scaling are those of this rank's linears.
+            of_all_ranks: True: all ranks call it together and get the same. False: nothing is
+                exchanged; histories of delayed scaling are those of this rank's linears.
         """
         before = self._before
         is_given_up = before is not None and before.iteration == iteration
@@ -401,8 +404,8 @@ class SnipController:
             continues_former_plan = former.digest == self.plan.digest
             fallback = self._guard.state.good if continues_former_plan else former
             self._guard.plan_changed(fallback)
-        # A first plan that changes nothing is not reported if others follow. Reports take a run
-        # without a plan for BF16, so a new run that starts with another precision reports it.
+        # A first plan that changes nothing is not reported if others follow. A report shows a run
+        # without a plan as BF16, so a new run that starts with another precision reports it.
         starts_in_bf16 = set(self.plan.linears.values()) == {BF16}
         changes_nothing_yet = not num_changed and self._schedule.makes_plans
         needs_no_report = changes_nothing_yet and (state is not None or starts_in_bf16)
@@ -499,7 +502,7 @@ class SnipController:
         """All ranks: begin a refresh that is due, or wait for the optimizer's moments."""
         if not self._schedule.is_due(iteration, self._guard.state.refresh_at):
             return
-        # A plan is being solved: that of the guard's refresh, or of a new target.
+        # A plan may still be on its way, after a refresh for the guard or for a new target.
         if self._solve.is_under_way:
             self._schedule.leave_out(iteration)
             return
@@ -538,7 +541,7 @@ class SnipController:
         if outcome.fallback is None:
             return
         self._solve.drop()  # its problem was measured under the reverted plan
-        # A plan's file is named by its iteration: with a new one the fallback's file stays.
+        # A plan's file is named by its iteration: another number keeps the fallback's own file.
         plan = outcome.fallback.model_copy(update={"iteration": iteration})
         self._guard.reverted(self.plan, plan, iteration)
         num_changed = len(changed_linears(self.plan, plan))
@@ -596,7 +599,7 @@ class SnipController:
         waited_s: float = 0.0,
         saving_s: float | None = None,
     ) -> PlanApplied:
-        """All ranks: record a plan that the linears run already as the current one; report it.
+        """All ranks: make a plan, which the linears run already, the current one; report it.
 
         Args:
             iteration: the first iteration under the plan.

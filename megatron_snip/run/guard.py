@@ -1,6 +1,7 @@
 """The guard: reverts a plan that makes the loss jump or NaN.
 
-It judges the first 50 iterations after a plan change; loss_monitor.py says what a spike is. At a
+It judges at least the first 50 iterations after a plan change; loss_monitor.py says what a spike
+is. At a
 spike everything that the attempt changed is restored, and the iteration runs again under the
 fallback plan. So a NaN that a plan causes never reaches the weights. The two losses decide:
 
@@ -47,7 +48,8 @@ class GuardState(Record):
 
     Attributes:
         loss: the losses and the watch.
-        good: the last good plan, or None before the first change.
+        good: the plan before the last change, or None before the first one. It was never judged if
+            the next change came within 50 iterations.
         refused: digests of plans that were reverted.
         num_reverted: plans reverted since one was last judged good.
         refresh_at: iteration from which a refresh is wanted because a plan was reverted, or None.

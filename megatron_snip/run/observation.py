@@ -86,7 +86,7 @@ class _Progress:
 
     Attributes:
         mean: the running mean of the statistics, or None before the first measurement.
-        seconds: wall time that measuring has added since the refresh began.
+        seconds: `StepObserver.seconds`, added up since the refresh began.
         failure: why a part could not be measured since the refresh began (the first reason), or
             None.
         health: {linear: its health}, of the parts that were measured since the refresh began.
@@ -144,7 +144,7 @@ class Observations:
     def begin(self, iteration: int, part: int, num_parts: int) -> Observation | None:
         """All ranks: prepare to measure a part of the linears while an iteration runs.
 
-        If it repeats the iteration that was measured last, this run replaces that one.
+        If Megatron repeats the iteration that was measured last, the new run counts.
 
         Args:
             iteration: the iteration that is about to run.

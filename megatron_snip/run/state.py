@@ -51,8 +51,9 @@ class ControllerState:
     Attributes:
         iteration: the last iteration done; 0 before training.
         plan: the current plan.
-        history: (iteration, digest) of every plan applied, in order.
-        target: the target of the last problem that the solver got, or None.
+        history: (iteration, digest) of every plan that followed the run's first one, in order.
+        target: the target that a new one is compared with: that of the last plan that was asked
+            for, at first that of the first plan; None before there is one.
         schedule: when the last refresh began, and whether one is due.
         solve: what the solver works on, or None.
         guard: the losses and the refused plans; None without a guard.

@@ -2,7 +2,8 @@
 
 The forward stores a sample of the input's tokens. A tap on the linear's output measures in the
 backward, when the gradient of the output is there. The tap is an identity in both directions.
-Training itself does not change: nothing is replayed, perturbed or restored.
+Training itself does not change: nothing is perturbed, and only fused MLPs need an additional run
+(run/observation.py).
 
 On Megatron's own linears the tap comes before the reduction over tensor-parallel ranks, whose
 backward gives every rank the full gradient. On Transformer Engine's linears it comes after the
@@ -128,14 +129,15 @@ class StepObserver:
             settings: what to observe.
             topology: this rank's place.
             sensitivities: D by weight; a weight that is missing has D = 1.
-            rows_by_sender: for an expert, returns the rows of its input by the data rank that sent
-                them; None if all rows are of this rank's own microbatch.
+            rows_by_sender: given an expert and the number of rows of its input, returns them by the
+                data rank that sent them; None if all rows are of this rank's own microbatch.
         """
         self.seconds = 0.0
         self._settings = settings
         self._topology = topology
         self._sensitivities = sensitivities
         self._rows_by_sender = rows_by_sender
+        # A tensor's number is its amax, or its scale under delayed scaling.
         self._needs_numbers = any(fmt.needs_tensor_number for fmt in settings.formats.values())
         # All formats that rotate operands do it alike, so one amax of a rotated operand is enough.
         rotating = [fmt for fmt in settings.formats.values() if fmt.wgrad_hadamard]

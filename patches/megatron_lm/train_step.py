@@ -10,7 +10,7 @@ TRAINING = "megatron.training.training"
 
 @patch(TRAINING, "train_step", needs=("forward_backward_func", "iteration"), returns=6)
 def train_step(call: Call, session: Session) -> Any:
-    """Run the schedule through the controller."""
+    """Run the forward-backward function through the controller."""
     if session.controller is None:
         return call.run()
     return run_step(call, session, _iterations_done(call.arguments.get("iteration")) + 1)
@@ -43,7 +43,7 @@ def evaluation(call: Call, session: Session) -> Any:
 
 @patch(TRAINING, "evaluate_and_print_results", needs=("prefix",), optional=True)
 def evaluations(call: Call, session: Session) -> Any:
-    """Note which samples the evaluations within use; Megatron says it in its log alone."""
+    """Note whether the evaluations in this call use the test set; only the log's prefix tells."""
     session.evaluates_test_set = "on test set" in str(call.arguments["prefix"])
     try:
         return call.run()
@@ -53,7 +53,7 @@ def evaluations(call: Call, session: Session) -> Any:
 
 @patch(TRAINING, "get_forward_backward_func")
 def schedule(call: Call, session: Session) -> Any:
-    """Return Megatron's schedule, or what runs it in two precisions."""
+    """Return Megatron's forward-backward function, or what runs it in two precisions."""
     return schedule_of_evaluation(call, session)
 
 
