@@ -6,9 +6,9 @@
         return call.run()     # the original
 
 A patch replaces one attribute of a module or class, by name, and never copies the original's body.
-One without a handler only checks that the function is there. All symbols of a package and their
-parameters are checked before the first one is replaced. A release that was not tested then runs
-with a warning. `uninstall` restores the original objects.
+One without a handler only checks that the function is there. All symbols of one `install`
+and their parameters are checked before the first one is replaced. A release that was not tested
+then runs with a warning. `uninstall` restores the original objects.
 """
 
 from __future__ import annotations
@@ -171,8 +171,8 @@ class Patch:
     Attributes:
         module: the module that holds the function, e.g. `megatron.training.training`.
         attribute: the function's name there; `Class.method` for a method.
-        needs: parameters that its signature must have.
-        returns: items that its result must have, where the handler reads them; 0 if it does not.
+        needs: parameters that its signature must have, or take as keywords.
+        returns: items of the tuple that it must return, where the handler reads them; else 0.
         when: what it is installed for.
         optional: it is left out where the function or a parameter is missing.
         handler: runs in place of each call; None if SNIP patches instances, not the class.
@@ -329,7 +329,7 @@ class Registry:
                 self._installed[p.target] = replace_attribute(owner, name, wrapper)
 
     def on_uninstall(self, action: Callable[[], None]) -> None:
-        """Call `action` at `uninstall`: it forgets what waits to be installed."""
+        """Call `action` at `uninstall`."""
         self._uninstall_actions.append(action)
 
     def uninstall(self) -> None:

@@ -283,7 +283,10 @@ def absolute_error(linear: LinearStatistics, option: Option) -> float:
 def relative_error(linear: LinearStatistics, option: Option) -> float:
     """Return the sum of the norms of the operands' errors, each over the operand's norm."""
     pairs = _operand_errors(linear, option)
-    return sum(math.sqrt(error / own) if own > 0 else 0.0 for error, own in pairs)  # squares
+    return sum(
+        math.sqrt(error_square / own_square) if own_square > 0 else 0.0
+        for error_square, own_square in pairs
+    )
 
 
 def _operand_errors(linear: LinearStatistics, option: Option) -> Iterator[tuple[float, float]]:

@@ -23,7 +23,7 @@ class PlannedLinear(Protocol):
         name: the linear's layout-independent name.
         placements: where each of its weights is; experts of a grouped linear have one each.
         weights: [N, K] of this shard, in the same order.
-        option: formats of its GEMMs; assign between iterations only, on all ranks alike.
+        option: formats of its GEMMs; assign while no forward-backward runs, on all ranks alike.
     """
 
     backend: Backend

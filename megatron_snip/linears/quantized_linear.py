@@ -94,7 +94,10 @@ def quantized_linear(
         input: X [s, b, K] or [M, K]; s is this rank's share under sequence parallelism.
         weight: W [N, K], this rank's shard.
         bias: b [N] or None.
-        call: how to run.
+        call: how to run. With `fuse_wgrad` the weight must have a `main_grad`.
+
+    Returns:
+        This shard's Y, not reduced over shards; under sequence parallelism the s of all shards.
     """
     # Under recompute the first forward runs without gradients and saves nothing.
     needs_wgrad = torch.is_grad_enabled() and weight.requires_grad

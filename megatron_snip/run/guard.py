@@ -5,9 +5,9 @@ is. At a
 spike everything that the attempt changed is restored, and the iteration runs again under the
 fallback plan. So a NaN that a plan causes never reaches the weights. The two losses decide:
 
-    the plan is to blame      it is reverted: the fallback stays, and the plan is refused from now
-                              on. If no other plan was reverted since one was judged good, the next
-                              iteration measures again
+    the plan is to blame      it is reverted: the fallback stays, and the plan is refused if it
+                              comes again (the last 16 are known). If no other plan was reverted
+                              since one was judged good, the next iteration measures again
     the plan is not to blame  the data or the learning rate caused the loss, and the plan stays; a
                               loss that is NaN under both is left to Megatron's own check
 
@@ -123,7 +123,7 @@ class Guard:
         return self.state.loss.watch is not None
 
     def refuses(self, plan: PrecisionPlan) -> bool:
-        """Return whether a plan was reverted before."""
+        """Return whether a plan is among the last MAX_REFUSED that were reverted."""
         return plan.digest in self.state.refused
 
     def plan_changed(self, old: PrecisionPlan | None) -> None:

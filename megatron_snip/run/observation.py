@@ -280,6 +280,8 @@ class Observations:
 
         Args:
             target: the efficiency target of the problem.
+
+        Something must have been measured; `check_complete` says whether all parts were.
         """
         divergences = self._divergences(warn=self._topology.rank == 0)
         problem = self._available.restrict(planning_problem(divergences, target))

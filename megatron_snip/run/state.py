@@ -15,7 +15,8 @@ has `state_dict` and `load_state_dict`:
      "delayed_scaling": {linear: base64}               linears.delayed_scaling's}
 
 Version 2 has the same under other names, and is read. If the solver was working on a plan, its
-problem is stored: the resumed run solves it again and applies the plan at the same iteration.
+problem is stored: the resumed run solves it again, and with the same lag applies the plan at the
+same iteration.
 """
 
 import logging
@@ -76,7 +77,10 @@ class ControllerState:
     settings: Mapping[str, str] = field(default_factory=dict)
 
     def after(self, iteration: int) -> Self:
-        """Return the state for weights of another iteration: what was in flight is dropped."""
+        """Return the state for weights of another iteration: what was in flight is dropped.
+
+        So is what the guard knew: losses, fallback and refused plans.
+        """
         return replace(self, iteration=iteration, schedule=ScheduleState(), solve=None, guard=None)
 
     def to_dict(self) -> dict[str, Any]:
@@ -168,7 +172,8 @@ PLAN_SETTINGS = (
     "plan_file",
     "collect_only",
 )
-"""What a plan may use and must reach: if one of them changes, a resumed run plans anew."""
+"""What a plan may use and must reach: if one of them changes, a resumed run decides on its
+first plan anew (plans.py)."""
 
 _FILE_DIGEST = "digest of plan_file"
 

@@ -271,6 +271,9 @@ def microbatch_losses(results: Results) -> torch.Tensor | None:
 
     Returns:
         FP64 [microbatches, 2] on the device; None where no loss is reported.
+
+    Raises:
+        ValueError: if a report is neither one number nor two.
     """
     reports = [next(iter(r.values())) for r in results if isinstance(r, dict) and r]
     return torch.stack([_loss_and_tokens(report) for report in reports]) if reports else None

@@ -3,8 +3,7 @@
 The sums are FP64, one row for each linear (`rows.py`), after a row that counts the ranks which
 failed to measure.
 
-G times `grad_scale` is the gradient of the batch-mean loss: it takes out the loss scale and divides
-by the number of data ranks. Megatron itself has divided by the number of microbatches.
+G times `grad_scale` is the gradient of the batch-mean loss (`TrainingStep.grad_scale`).
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence

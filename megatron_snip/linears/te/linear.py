@@ -117,7 +117,7 @@ class RecipeTELinear:
 
     @property
     def option(self) -> Option:
-        """Formats of its GEMMs; assign between iterations only, on all ranks alike."""
+        """Formats of its GEMMs; assign while no forward-backward runs, on all ranks alike."""
         return self._option
 
     @option.setter
@@ -249,9 +249,9 @@ class RecipeTELinear:
         """Make the forward fit for a CUDA graph; call before it is captured.
 
         A graph repeats what its forward did: quantize the weight, or reuse the quantized one. In a
-        run that quantizes by default a tensor decides, which Megatron sets before each replay. In
-        another run the weight is quantized in every microbatch: a graph that reuses it would use
-        the first quantized weight forever.
+        run that quantizes by default a flag on the device decides; Megatron sets it before each
+        replay. In another run the weight is quantized in every microbatch: a graph that reuses it
+        would use the first quantized weight forever.
         """
         if not quantizes_by_default(self.module.config):
             # With this, Megatron passes `is_first_microbatch=None`, and Transformer Engine then
