@@ -217,7 +217,7 @@ class SnipController:
         """
         set_iteration(iteration)
         self.evaluations.begin_iteration(iteration)
-        self._guard.read_loss()
+        self._guard.begin(iteration)
         self._note_state_before(iteration)
         self._apply_due_plan(iteration, kwargs.get("num_microbatches", 1))
         self._begin_due_refresh(iteration)

@@ -142,6 +142,17 @@ class Guard:
         loss = self.state.loss.after_plan_change(self._sigmas)
         self.state = self.state.model_copy(update={"good": good, "loss": loss})
 
+    def begin(self, iteration: int) -> None:
+        """Make ready for an iteration, before `is_watching` is read.
+
+        If Megatron repeats the iteration that ran last, its former run is forgotten, unless that
+        run reverted the plan.
+        """
+        if self._before is not None and self._before[0] == iteration:
+            self._pending_loss = None
+            self.state = self._before[1]
+        self.read_loss()
+
     def read_loss(self) -> None:
         """Add the loss of the last unwatched iteration, whose sum began after its backward."""
         pending = self._pending_loss
@@ -152,15 +163,11 @@ class Guard:
     def run(self, iteration: int, step: TrainingStep, plan: PrecisionPlan) -> Outcome:
         """Run an iteration's forward-backward under the current plan, again if need be.
 
-        If Megatron repeats an iteration, the loss of its last run counts.
-
         Args:
-            iteration: the iteration that runs.
+            iteration: the iteration that runs; `begin` was called for it.
             step: the iteration's forward-backward call.
             plan: the current plan, which is applied.
         """
-        if self._before is not None and self._before[0] == iteration:
-            self.state = self._before[1]
         self._before = iteration, self.state
         if self.is_watching:
             return self._run_watched(iteration, step, plan)

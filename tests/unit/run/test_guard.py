@@ -37,8 +37,11 @@ class Run:
         self.guard.load_state_dict(GuardState(loss=monitor, good=FALLBACK))
 
     def iterate(self, plan: PrecisionPlan = PLAN) -> Outcome:
+        """In the controller's order."""
+        self.guard.begin(30)
         kwargs = {"data_iterator": iter(range(9)), "model": [self.chunk]}
-        return self.guard.run(30, TrainingStep(self._forward_backward, kwargs, True), plan)
+        step = TrainingStep(self._forward_backward, kwargs, self.guard.is_watching)
+        return self.guard.run(30, step, plan)
 
     def _forward_backward(self, **_: Any) -> list[dict[str, torch.Tensor]]:
         loss = torch.tensor(self.losses.pop(0))
@@ -81,12 +84,23 @@ def test_an_iteration_that_megatron_repeats_counts_once(is_watched: bool) -> Non
         if not is_watched:
             run.guard.load_state_dict(GuardState(loss=LossMonitor(recent=(2.0,) * 20)))
         for _ in losses:
-            run.guard.read_loss()
             run.iterate()
         run.guard.read_loss()
         return run.guard.state
 
     assert states(2.25, 2.125) == states(2.125)
+
+
+def test_a_repeated_iteration_is_watched_if_its_first_run_ended_the_watch() -> None:
+    """Else its microbatches are not kept, and a spike in the repeated run ends the job."""
+    run = Run(2.0, 9.0, 2.0)
+    loss = run.guard.state.loss
+    assert loss.watch is not None
+    ending = loss.model_copy(update={"watch": loss.watch.model_copy(update={"left": 1})})
+    run.guard.load_state_dict(GuardState(loss=ending, good=FALLBACK))
+    assert run.iterate().fallback is None
+    assert not run.guard.is_watching
+    assert run.iterate().fallback is FALLBACK
 
 
 def test_a_loss_that_is_nan_under_both_plans_is_left_to_megatron() -> None:
