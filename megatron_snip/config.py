@@ -162,7 +162,8 @@ class PlanFields(Section):
     cost: EfficiencyMeasure = "flops"
     """What the target counts: `flops`, or `time`: 0.75 then asks for 75 % of the seconds that the
     fastest options would save against BF16. With `time` every linear may use BF16, and none gets an
-    option that is not faster. --snip-collect-only makes no plans and ignores it."""
+    option that is not faster. --snip-collect-only makes no plans: then `time` only adds bf16 to the
+    formats."""
 
     calibration: Path = Path(AUTO)
     """Seconds for --snip-cost time: a file of `megatron-snip calibrate`, or `auto`: measure
@@ -174,7 +175,8 @@ class PlanFields(Section):
     0:0,200:0.75,9000:0.5; 9500:~0 ramps linearly to 0. A new target needs no new measurement."""
 
     heal_from: Annotated[float, Field(gt=0.0, le=2**53)] | None = None
-    """Iteration, or fraction of the run, from which the target falls in steps to 0 at the end."""
+    """Iteration, or fraction of the run (up to 1), from which the target falls in steps to 0 at the
+    end."""
 
     heal_order: Literal["plan", "forward", "backward"] = "plan"
     """What healing raises first: `plan` (what the quality losses say), `forward` (fprop) or
@@ -223,7 +225,7 @@ class GuardFields(Section):
 
     guard: bool = True
     """Watch the loss after a plan change. If it is NaN or jumps, repeat the iteration with the
-    last good plan. If that helps, keep that plan, and measure again."""
+    plan before it. If that helps, keep that plan, and measure again."""
 
     guard_sigmas: Annotated[float, Field(ge=0.0, le=1e6)] = 6.0
     """Smallest rise of the loss that counts as a jump, in standard deviations of its noise from
@@ -251,6 +253,7 @@ class SnipConfig(ScheduleFields, MeasureFields, PlanFields, GuardFields, ReportF
     Raises:
         pydantic.ValidationError: on an unknown key or a value out of range;
             `make_config` turns it into a one-line `UsageError`.
+        UsageError: if settings contradict each other, or a name among them is not known.
     """
 
     @field_validator("formats", "pins", "target_schedule", "alert", "plugins", mode="before")

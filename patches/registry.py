@@ -83,7 +83,7 @@ BRIDGE = Package("megatron-bridge", "megatron.bridge", ">=0.6,<0.7")
 """Older ones, from 0.3 on, have the functions too; they run with a warning."""
 
 Mode = Literal["always", "--snip", "--cpu"]
-"""A patch is installed always, or only with this flag."""
+"""When `install` installs a patch: if this is among what is asked for."""
 
 _ABSENT = object()
 

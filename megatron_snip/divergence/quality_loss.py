@@ -30,7 +30,8 @@ them, and of G as wgrad does. `norms` is a bound by Frobenius norms, after the p
     rel_error = sum of |Q(A) - A| / |A| + |Q(B) - B| / |B|
     norms     = sum of |C| (|A| |Q(B) - B| + |Q(A) - A| |B|)
 
-The functions that compute scores raise KeyError if a format of the option was not measured.
+The functions that compute scores raise KeyError if a format of the option was not measured, and
+ValueError or OverflowError if a sum has no root or is too large; a table has NaN there.
 
 Quality loss is both divergences in one number:
 
@@ -105,7 +106,10 @@ class DivergenceTable:
     linears: dict[str, dict[Option, OptionDivergence]]
 
     def loss_divergence(self, plan: Mapping[str, Option]) -> float:
-        """Return the sum over linears of a plan's loss divergences; BF16 has none."""
+        """Return the sum over linears of a plan's loss divergences; NaN if one of them is.
+
+        An option that the table does not have, such as BF16, counts as 0.
+        """
         found = (row.get(plan.get(name, BF16)) for name, row in self.linears.items())
         return sum(each.loss_divergence for each in found if each is not None)
 

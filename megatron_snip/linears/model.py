@@ -98,7 +98,7 @@ class PlannedModel:
             linear.uninstall()
 
     def apply(self, options: Mapping[str, Option]) -> None:
-        """Set every linear of this rank to its option; call between iterations, on all ranks.
+        """All ranks, while no forward-backward runs: set this rank's linears to their options.
 
         Args:
             options: the option of each linear, by name. Every linear of this rank is among them,

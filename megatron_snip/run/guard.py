@@ -1,9 +1,8 @@
 """The guard: reverts a plan that makes the loss jump or NaN.
 
 It judges at least the first 50 iterations after a plan change; loss_monitor.py says what a spike
-is. At a
-spike everything that the attempt changed is restored, and the iteration runs again under the
-fallback plan. So a NaN that a plan causes never reaches the weights. The two losses decide:
+is. At a spike everything that the attempt changed is restored, and the iteration runs again under
+the fallback plan. So a NaN that a plan causes never reaches the weights. The two losses decide:
 
     the plan is to blame      it is reverted: the fallback stays, and the plan is refused if it
                               comes again (the last 16 are known). If no other plan was reverted
@@ -12,8 +11,8 @@ fallback plan. So a NaN that a plan causes never reaches the weights. The two lo
                               loss that is NaN under both is left to Megatron's own check
 
 A gradient that is not finite counts as a loss that is not finite. The fallback is the first of
-these that differs from the current plan: the last good plan; what the job itself runs, with the
-pins. If none differs, the guard stops watching until the next plan change.
+these that differs from the current plan: the plan before the change; what the job itself runs, with
+the pins. If none differs, the guard stops watching until the next plan change.
 
 Outside the iterations that are judged the loss is summed asynchronously after the backward, and
 read at the end of the iteration.
@@ -104,7 +103,8 @@ class Guard:
             model: the planned linears.
             optimizer: Megatron's, whose gradients are zeroed before a second run.
             job_fallback: given the current plan and the iteration, returns what the job itself
-                runs, with the pins. That is the fallback if there is no other good plan.
+                runs, with the pins. That is the fallback if `state.good` is None or the current
+                plan.
         """
         self.is_on = sigmas is not None
         self.state = GuardState()

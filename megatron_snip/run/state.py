@@ -258,7 +258,8 @@ def resumed_state(loaded: Any, iteration: int) -> tuple[ControllerState | None, 
         return state, None
     return state.after(iteration), (
         f"the checkpoint's SNIP state is of iteration {state.iteration} and training "
-        f"resumes after {iteration}; its plan is used, a refresh in flight is dropped"
+        f"resumes after {iteration}; its plan is used; a refresh in flight is dropped, and the "
+        "guard starts anew"
     )
 
 

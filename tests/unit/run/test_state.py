@@ -98,7 +98,7 @@ def test_checkpoints_of_version_2_are_read() -> None:
         (None, 0, None, ""),
         (None, 7, None, "iteration 7 has no SNIP state"),
         # Megatron can rewind its data loader (--override-ckpt-iteration).
-        (STATE.to_dict(), 3, None, "a refresh in flight is dropped"),
+        (STATE.to_dict(), 3, None, "a refresh in flight is dropped, and the guard starts anew"),
     ],
 )
 def test_a_checkpoints_state_is_resumed(
