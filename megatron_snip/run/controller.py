@@ -180,12 +180,12 @@ class SnipController:
         self._schedule = RefreshSchedule(config, num_done)
         self._observations = Observations(config, self.model, self._plans.available, optimizer)
         # A plan that never changes is not judged.
-        is_guarded = config.guard and self._schedule.makes_plans
+        is_guarded = config.guard and self._schedule.changes_plans
         sigmas = config.guard_sigmas if is_guarded else None
         self._guard = Guard(sigmas, self.model, optimizer, self._plans.job_fallback)
         self._alerts = Alerts(config.alerts)
         settings = PlanSettings(**config.planning_values(), seed=seed)
-        if runtime.topology.rank != 0 or not self._schedule.makes_plans:
+        if runtime.topology.rank != 0 or not self._schedule.changes_plans:
             solver = None
         elif solver is None:
             solver = SolverProcess()
@@ -407,13 +407,13 @@ class SnipController:
         # A first plan that changes nothing is not reported if others follow. A report shows a run
         # without a plan as BF16, so a new run that starts with another precision reports it.
         starts_in_bf16 = set(self.plan.linears.values()) == {BF16}
-        changes_nothing_yet = not num_changed and self._schedule.makes_plans
+        changes_nothing_yet = not num_changed and self._schedule.changes_plans
         needs_no_report = changes_nothing_yet and (state is not None or starts_in_bf16)
         if self.history or not needs_no_report:
             self._report_plan(num_done + 1, num_changed, is_resumed=is_resumed)
         for text in self._differences(state, first):
             self._reporter.warn(text)
-        if state is not None and self._schedule.makes_plans:
+        if state is not None and self._schedule.changes_plans:
             with self._keeping_plan_on_error(num_done):
                 self._continue_planning(state, first)
 
@@ -567,7 +567,7 @@ class SnipController:
             alert = self._alerts.report(measured.health)
             if alert is not None:
                 self._reporter.notify(iteration, "health", alert)
-            if self._schedule.makes_plans:
+            if self._schedule.changes_plans:
                 self._submit(iteration, measured.problem)
 
     # ---- helpers of the steps above -------------------------------------------------------------

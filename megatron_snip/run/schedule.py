@@ -37,7 +37,7 @@ class RefreshSchedule:
     Attributes:
         plans_without_statistics: whether the policy needs no statistics. Then it plans before the
             first iteration, and again only if the schedule of targets changes the target.
-        makes_plans: whether refreshes or changes of the target lead to plans.
+        changes_plans: whether refreshes or changes of the target lead to new plans.
         iterations_per_refresh: number of iterations that one refresh measures, each of them a part
             of the linears.
         is_waiting: whether a refresh is due and waits until it may begin.
@@ -47,7 +47,7 @@ class RefreshSchedule:
         """Start before the first refresh that begins after `num_done` iterations."""
         self.plans_without_statistics = not get_policy(config.policy).needs_statistics
         plans_again = config.has_schedule or not self.plans_without_statistics
-        self.makes_plans = plans_again and not config.collect_only
+        self.changes_plans = plans_again and not config.collect_only
         self.iterations_per_refresh = config.iterations_per_refresh
         self.is_waiting = False
         self._measures = config.collect_only or not self.plans_without_statistics
@@ -116,7 +116,7 @@ class RefreshSchedule:
         config = self._config
         comes_too_late = self._due_from - iteration < config.lag
         is_in_time = self.plans_without_statistics or not comes_too_late
-        return self.makes_plans and config.has_schedule and is_in_time
+        return self.changes_plans and config.has_schedule and is_in_time
 
     @property
     def _is_under_way(self) -> bool:
