@@ -149,7 +149,6 @@ def quantize_dequantize_operand(
     *,
     stream: StochasticStream | None = None,
     tensor_number: Tensor | None = None,
-    scales: tuple[Tensor, Tensor] | None = None,
     dtype: torch.dtype | None = None,
 ) -> Tensor:
     """Return what `gemm` sees of `operand`: quantized and dequantized.
@@ -162,7 +161,6 @@ def quantize_dequantize_operand(
         stream: the tensor's random numbers, needed for stochastic rounding.
         tensor_number: FP32 scalar, needed where `Format.needs_tensor_number`: the tensor's largest
             magnitude, or for delayed scaling its scale. None takes x's own largest magnitude.
-        scales: scales of the tiles, if the caller has them; see `reference.quantize_dequantize`.
         dtype: dtype of a quantized result; None is x's own.
 
     Returns:
@@ -182,7 +180,6 @@ def quantize_dequantize_operand(
         operand_block(fmt, operand, gemm),
         stream=stream_of(fmt, operand, gemm, stream),
         tensor_number=tensor_number,
-        scales=scales,
         dtype=dtype or x.dtype,
     )
     return out.view(x.shape)

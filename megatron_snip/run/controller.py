@@ -555,7 +555,7 @@ class SnipController:
     def _finish_refresh(self, iteration: int) -> None:
         """All ranks: every linear was measured; report it, and give the problem to the solver."""
         with self._keeping_plan_on_error(iteration):
-            self._observations.check_complete()
+            self._observations.complete()
             target = self._plans.targets.at(iteration + self.config.lag)
             make = partial(self._observations.measurement, target)
             measured = attempt("making a planning problem", make, self._control)

@@ -85,7 +85,9 @@ class _Progress:
     """What was measured so far.
 
     Attributes:
-        mean: the running mean of the statistics, or None before the first measurement.
+        mean: the running mean of the statistics at the end of the last refresh that measured every
+            part, or None before the first one.
+        growing: the same with the parts that were measured since the refresh began.
         seconds: `StepObserver.seconds`, added up since the refresh began.
         failure: why a part could not be measured since the refresh began (the first reason), or
             None.
@@ -93,6 +95,7 @@ class _Progress:
     """
 
     mean: StatisticsTable | None = None
+    growing: StatisticsTable | None = None
     seconds: float = 0.0
     failure: str | None = None
     health: Mapping[str, LinearHealth] = field(default_factory=dict)
@@ -128,7 +131,7 @@ class Observations:
 
     @property
     def mean(self) -> StatisticsTable | None:
-        """The running mean of the statistics, or None before the first measurement."""
+        """The running mean of the statistics, or None before the first complete measurement."""
         return self._progress.mean
 
     def may_begin(self) -> bool:
@@ -152,14 +155,14 @@ class Observations:
             num_parts: the number of parts of all linears.
 
         Returns:
-            None if a rank fails; then `check_complete` raises.
+            None if a rank fails; then `complete` raises.
         """
         if iteration == self._last_measured_iteration:
             self._progress = self._progress_before
         self._last_measured_iteration = iteration
         self._progress_before = self._progress
         if part == 0:
-            self._progress = _Progress(mean=self.mean)
+            self._progress = _Progress(self.mean, growing=self.mean)
         # Every num_parts-th linear, so that each part has linears of all depths and stages.
         measured = self._model.all_linears[part::num_parts]
         names = frozenset(linear.name for linear in measured)
@@ -250,30 +253,34 @@ class Observations:
         of_part = {linear.name: linear for linear in health.linears}
         self._progress = replace(
             self._progress,
-            mean=running_mean(self.mean, table, self._config.stat_decay),
+            growing=running_mean(self._progress.growing, table, self._config.stat_decay),
             seconds=self._progress.seconds + observation.observer.seconds,
             health={**self._progress.health, **of_part},
         )
 
-    def check_complete(self) -> None:
-        """Raise if a part was not measured since the first one began; the same on all ranks.
+    def complete(self) -> None:
+        """Add what was measured since the refresh began to `mean`; the same on all ranks.
 
         Raises:
-            PlanningError: with the first reason.
+            PlanningError: with the first reason, if a part was not measured. Then nothing is added.
         """
         if self._progress.failure is not None:
             raise PlanningError(self._progress.failure)
+        self._progress = replace(self._progress, mean=self._progress.growing)
 
     def suffice(self) -> bool:
-        """Whether every linear was measured in every format of the options: enough for a plan."""
+        """Whether the linears were measured in every format of the options: enough for a plan.
+
+        Frozen first layers have no measurement, nor have experts that got no tokens.
+        """
         if self.mean is None:
             return False
         names = {linear.name for linear in self.mean.linears}
         if names != {linear.name for linear in self._model.all_linears}:
             return False
         needed = {name for option in self._available.options for name in option.formats} - {"bf16"}
-        # Without microbatches: of a part that the stopped run's first refresh did not come to.
-        return all(row.microbatches and needed <= set(row.formats) for row in self.mean.linears)
+        measured = [set(row.formats) for row in self.mean.linears if row.microbatches]
+        return bool(measured) and all(needed <= formats for formats in measured)
 
     def measurement(self, target: float) -> Measurement:
         """Return what the measurements so far amount to: divergences, health, a planning problem.
@@ -281,7 +288,7 @@ class Observations:
         Args:
             target: the efficiency target of the problem.
 
-        Something must have been measured; `check_complete` says whether all parts were.
+        A refresh must have been completed (`complete`), in this run or the stopped one.
         """
         divergences = self._divergences(warn=self._topology.rank == 0)
         problem = self._available.restrict(planning_problem(divergences, target))

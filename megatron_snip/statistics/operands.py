@@ -195,9 +195,7 @@ class Operands(NamedTuple):
     tensor_numbers: TensorNumbers | None = None
 
     def of(self, operand: Operand, gemm: Gemm) -> Tensor:
-        """Return what enters `gemm`."""
-        if operand is Operand.WEIGHT:
-            return self.weight.source
+        """Return X or G as it enters `gemm`."""
         if operand is Operand.INPUT:
             return self.input_tiles if gemm is Gemm.WGRAD else self.input
         return self.grad_output_tiles if gemm is Gemm.WGRAD else self.grad_output

@@ -43,7 +43,7 @@ def evaluation(call: Call, session: Session) -> Any:
 
 @patch(TRAINING, "evaluate_and_print_results", needs=("prefix",), optional=True)
 def evaluations(call: Call, session: Session) -> Any:
-    """Note whether the evaluations in this call use the test set; only the log's prefix tells."""
+    """Note whether this call evaluates the test set. Megatron passes that in a log prefix only."""
     session.evaluates_test_set = "on test set" in str(call.arguments["prefix"])
     try:
         return call.run()

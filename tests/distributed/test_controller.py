@@ -7,7 +7,6 @@ from unittest import mock
 
 import pytest
 import torch.distributed as dist
-from megatron.core import parallel_state
 
 from megatron_snip.errors import SnipError
 from megatron_snip.options import Option
@@ -16,12 +15,11 @@ from megatron_snip.planning.problem import read_problem
 from megatron_snip.reporting.run_directory import RunDirectory
 from megatron_snip.run.state import ControllerState
 from megatron_snip.run.step import zero_gradients
-from megatron_snip.trainer import model as trainer_model
 from megatron_snip.trainer.data import iteration_batches
 from megatron_snip.trainer.model import forward_step
 from megatron_snip.types import Gemm
 from tests.distributed.launch import ROOT, run_ranks
-from tests.distributed.layouts import PP2, TP2
+from tests.distributed.layouts import TP2
 from tests.distributed.small_model import NARROW, SolverHere, Trainer, layout
 
 MODEL = {**NARROW, **TP2}
@@ -400,36 +398,3 @@ class _Doubting:
         self._controller.forward_backward(iteration, function, **wrong)
         zero_gradients(state.model, state.optimizer)
         return self._controller.forward_backward(iteration, function, **kwargs)
-
-
-def train_with_frozen_stage() -> dict[str, Any]:
-    """On ranks: a run whose first pipeline stage is frozen: its optimizer has nothing to step."""
-    initialize = trainer_model.initialize_weights
-
-    def initialize_and_freeze(chunk: Any, config: Any) -> None:
-        initialize(chunk, config)
-        chunk.requires_grad_(not parallel_state.is_pipeline_first_stage())
-
-    values = {**NARROW, **PP2, "num_layers": 2}
-    with (
-        mock.patch.object(trainer_model, "initialize_weights", initialize_and_freeze),
-        layout(values) as trainer,
-    ):
-        controller = trainer.run(NUM_ITERATIONS, {**SNIP, "formats": "fp8,fp4"})
-        return {
-            "refreshes": [iteration for iteration, _ in trainer.events.measured],
-            "options": {name: str(o) for name, o in controller.plan.linears.items()},
-            "warnings": trainer.warnings,
-        }
-
-
-def test_a_frozen_pipeline_stage_stops_no_plan() -> None:
-    """No backward reaches its linears: they keep the higher precision. The others are planned."""
-    first, second = on_ranks("train_with_frozen_stage")
-    assert first["refreshes"] == second["refreshes"] == [2, 6]
-    assert first["options"] == second["options"]
-    by_layer = {0: set(), 1: set()}
-    for name, option in first["options"].items():
-        by_layer[int(name.split(".")[2])].add(option)
-    assert by_layer == {0: {"fp8"}, 1: {"fp4"}}
-    assert any("no backward reached 4 of 8 linears" in text for text in first["warnings"])
