@@ -59,6 +59,7 @@ from megatron_snip.run.schedule import RefreshSchedule
 from megatron_snip.run.solve import PendingProblem, Solve
 from megatron_snip.run.state import ControllerState, reported_settings
 from megatron_snip.run.step import ForwardBackward, Results, Runner, TrainingStep
+from megatron_snip.run.step_times import StepTimes
 from megatron_snip.topology import Topology
 
 
@@ -147,13 +148,8 @@ class SnipController:
         self._make_owners(optimizer, seed, solver, num_done)
         self._warn_if_nothing_is_measured(train_iters)
 
-        # The seconds of an ordinary iteration are those of training under the plan. An iteration is
-        # not ordinary if it measured, was watched by the guard, or was the first under its plan or
-        # in this process.
+        self._step_times = StepTimes()
         self._has_trained = False
-        self._is_ordinary = False
-        self._step_s_sum = 0.0  # of ordinary iterations under the current plan
-        self._num_step_s = 0
 
         # The plan that the run starts with, and the rest of a stopped run's state.
         first = self._plans.first_plan(state, seed)
@@ -238,7 +234,7 @@ class SnipController:
         self._take_guards_decision(iteration, outcome)
         self._observations.end(observation, step, outcome)
         if part is not None or outcome.was_watched:
-            self._is_ordinary = False
+            self._step_times.leave_out()
         if self._schedule.is_last(part):
             self._finish_refresh(iteration)
         return outcome.results
@@ -255,13 +251,7 @@ class SnipController:
         self.evaluations.end_iteration()
         self._has_trained = True
         self._guard.read_loss()
-        metrics = dict(metrics)
-        if not self._is_ordinary:
-            metrics.pop("step_s", None)
-        elif "step_s" in metrics:
-            self._step_s_sum += metrics["step_s"]
-            self._num_step_s += 1
-        self._is_ordinary = True  # the next iteration, unless something sets this to False
+        metrics = self._step_times.end_iteration(metrics)
         metrics["lowest_precision_fraction"] = self._plans.lowest_precision_share(self.plan)
         metrics |= self.evaluations.take_metrics()
         self._reporter.write(Event(iteration, Metrics(metrics)))
@@ -476,8 +466,7 @@ class SnipController:
             self._apply(plan)
             if changed_linears(self.plan, plan):
                 self._guard.plan_changed(self.plan)
-            # Under the former plan: `_set_plan` starts anew.
-            mean_step_s = self._step_s_sum / self._num_step_s if self._num_step_s else None
+            mean_step_s = self._step_times.mean_s  # under the former plan: `_set_plan` starts anew
             saving_s = self._plans.saving_s(plan, num_microbatches)
             text = self._set_plan(iteration, plan, waited_s, saving_s).summary
             if saving_s is not None and mean_step_s is not None:
@@ -632,7 +621,5 @@ class SnipController:
             saving_s=saving_s,
         )
         self._reporter.write(Event(iteration, applied))
-        self._is_ordinary = False
-        self._step_s_sum = 0.0
-        self._num_step_s = 0
+        self._step_times.start_plan()
         return applied
