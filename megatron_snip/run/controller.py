@@ -12,8 +12,8 @@ If measuring, planning or applying fails on one rank, all ranks keep the current
 continue. A plan under which the loss jumps or is NaN is reverted (guard.py).
 """
 
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -21,9 +21,9 @@ from typing import Any
 
 import torch
 
-from megatron_snip.collectives import RemoteFailure, attempt
+from megatron_snip.collectives import attempt
 from megatron_snip.config import SnipConfig
-from megatron_snip.errors import PlanningError, SnipError
+from megatron_snip.errors import PlanningError
 from megatron_snip.formats import is_delayed
 from megatron_snip.linears.availability import resolve_formats
 from megatron_snip.linears.discovery import current_topology
@@ -33,33 +33,29 @@ from megatron_snip.options import BF16
 from megatron_snip.planning.plan import (
     PrecisionPlan,
     changed_linears,
-    format_shares,
     without_objective,
 )
-from megatron_snip.planning.problem import PlanningProblem
 from megatron_snip.planning.settings import PlanSettings
 from megatron_snip.planning.solver_process import SolverProcess
 from megatron_snip.reporting.events import (
     Event,
     Metrics,
-    PlanApplied,
     Reporter,
     Settings,
     Writer,
 )
 from megatron_snip.run.alerts import Alerts
+from megatron_snip.run.current_plan import CurrentPlan
 from megatron_snip.run.evaluation import Evaluations
 from megatron_snip.run.guard import Guard, Outcome
-from megatron_snip.run.healing import healing_problem, heals_in_order
 from megatron_snip.run.metrics import StepMetrics
 from megatron_snip.run.observation import MIN_OPTIMIZER_STEPS, Observations
-from megatron_snip.run.plan_file import recipe_changes
-from megatron_snip.run.plans import FirstPlan, PlanSource, RunPlans
+from megatron_snip.run.plans import FirstPlan, RunPlans
+from megatron_snip.run.replanner import Replanner
 from megatron_snip.run.schedule import RefreshSchedule
-from megatron_snip.run.solve import PendingProblem, Solve
-from megatron_snip.run.state import ControllerState, reported_settings
+from megatron_snip.run.solve import Solve
+from megatron_snip.run.state import ControllerState
 from megatron_snip.run.step import ForwardBackward, Results, Runner, TrainingStep
-from megatron_snip.run.step_times import StepTimes
 from megatron_snip.topology import Topology
 
 
@@ -78,8 +74,6 @@ class SnipController:
     Attributes:
         config: the settings, with the formats that `auto` means here.
         model: the planned linears.
-        plan: the current plan.
-        history: (iteration, digest) of every plan that followed the run's first one, in order.
         metrics: collects an iteration's metrics; for training loops that do not collect their own.
         evaluations: names the evaluations, and decides in which precision they run. Where that is
             `both`, it collects how much the plan raises their loss, for the next metrics.
@@ -148,16 +142,22 @@ class SnipController:
         self._make_owners(optimizer, seed, solver, num_done)
         self._warn_if_nothing_is_measured(train_iters)
 
-        self._step_times = StepTimes()
         self._has_trained = False
 
         # The plan that the run starts with, and the rest of a stopped run's state.
         first = self._plans.first_plan(state, seed)
-        self.plan = first.plan
-        self.history: list[tuple[int, str]] = []
+        self._current = CurrentPlan(first.plan, self.model, self._plans, self._reporter)
         if state is not None:
             self._load(state)
-        self._planned_target = self._initial_planned_target(state)
+        self._replanner = Replanner(
+            self._plans,
+            self._schedule,
+            self._observations,
+            self._solve,
+            self._current,
+            topology,
+            former_target=None if state is None else state.target,
+        )
         # The state before the iteration that began last; None before the first one.
         self._before: ControllerState | None = None
         self.model.install()
@@ -191,9 +191,19 @@ class SnipController:
         )
 
     @property
+    def plan(self) -> PrecisionPlan:
+        """The current plan."""
+        return self._current.plan
+
+    @property
+    def history(self) -> Sequence[tuple[int, str]]:
+        """(iteration, digest) of every plan that followed the run's first one, in order."""
+        return self._current.history
+
+    @property
     def format_shares(self) -> dict[str, float]:
         """Share of the linears' FLOPs in each format under the current plan."""
-        return format_shares(self.plan.linears, self._plans.stage_and_flops)
+        return self._current.format_shares
 
     def forward_backward(self, iteration: int, function: ForwardBackward, **kwargs: Any) -> Results:
         """All ranks: run an iteration's forward-backward under the plan; measure it if that is due.
@@ -224,7 +234,7 @@ class SnipController:
         may_repeat = self._guard.is_watching or runs_unfused_before
         step = TrainingStep(function, kwargs, may_repeat)
         if part is None:
-            self._plan_for_new_target(iteration)
+            self._replanner.plan_for_new_target(iteration)
         else:
             num_parts = self._schedule.iterations_per_refresh
             observation = self._observations.begin(iteration, part, num_parts)
@@ -234,7 +244,7 @@ class SnipController:
         self._take_guards_decision(iteration, outcome)
         self._observations.end(observation, step, outcome)
         if part is not None or outcome.was_watched:
-            self._step_times.leave_out()
+            self._current.step_times.leave_out()
         if self._schedule.is_last(part):
             self._finish_refresh(iteration)
         return outcome.results
@@ -251,7 +261,7 @@ class SnipController:
         self.evaluations.end_iteration()
         self._has_trained = True
         self._guard.read_loss()
-        metrics = self._step_times.end_iteration(metrics)
+        metrics = self._current.step_times.end_iteration(metrics)
         metrics["lowest_precision_fraction"] = self._plans.lowest_precision_share(self.plan)
         metrics |= self.evaluations.take_metrics()
         self._reporter.write(Event(iteration, Metrics(metrics)))
@@ -300,7 +310,7 @@ class SnipController:
         delayed_scaling = {}
         if any(map(is_delayed, formats.union(self.config.named_formats))):
             delayed_scaling = self.model.delayed_scaling(of_all_ranks, before_iteration=is_given_up)
-        settings = self._reported_settings()
+        settings = self._plans.reported_settings()
         return replace(state, delayed_scaling=delayed_scaling, settings=settings)
 
     def _state_now(self, iteration: int) -> ControllerState:
@@ -312,7 +322,7 @@ class SnipController:
             iteration=iteration,
             plan=self.plan,
             history=tuple(self.history),
-            target=self._planned_target,
+            target=self._replanner.target,
             schedule=self._schedule.state_dict(iteration),
             solve=self._solve.state_dict(),
             guard=self._guard.state_dict(),
@@ -343,9 +353,9 @@ class SnipController:
     def _load(self, state: ControllerState) -> None:
         """All ranks: give every owner its part of a stopped run's state.
 
-        The pending problem is not loaded here: `_continue_planning` decides whether it is solved.
+        The pending problem is not loaded here: `Replanner.resume` decides whether it is solved.
         """
-        self.history = list(state.history)
+        self._current.history = list(state.history)
         self._schedule.load_state_dict(state.schedule)
         self._observations.load_state_dict(state.observations)
         self._alerts.load_state_dict(state.alerts)
@@ -355,19 +365,6 @@ class SnipController:
             good, _ = self._plans.fitting.plan(guard.good)
             guard = guard.model_copy(update={"good": good})
         self._guard.load_state_dict(guard)
-
-    def _initial_planned_target(self, state: ControllerState | None) -> float | None:
-        """Return the target that `_plan_for_new_target` compares later targets with.
-
-        It is the last target that the stopped run planned for, else the target of the first plan.
-        None: a new target makes no new plan yet, because the policy needs measurements and there
-        are none.
-        """
-        if not self._schedule.plans_without_statistics and self._observations.mean is None:
-            return None
-        if state is None or state.target is None:
-            return self.plan.target
-        return state.target
 
     def _start(self, state: ControllerState | None, first: FirstPlan, num_done: int) -> None:
         """All ranks: apply and report the first plan; continue with what was being solved.
@@ -386,7 +383,7 @@ class SnipController:
             num_changed += option != before.get(name, job[name])
         is_resumed = state is not None and state.plan.digest == self.plan.digest
         if state is not None and not is_resumed:
-            self.history.append((num_done + 1, self.plan.digest))
+            self._current.history.append((num_done + 1, self.plan.digest))
             # The guard judges the new plan, and may fall back to the stopped run's plan, made to
             # fit this run. If that is the new plan itself, the fallback stays what it was in the
             # stopped run.
@@ -400,52 +397,23 @@ class SnipController:
         changes_nothing_yet = not num_changed and self._schedule.changes_plans
         needs_no_report = changes_nothing_yet and (state is not None or starts_in_bf16)
         if self.history or not needs_no_report:
-            self._report_plan(num_done + 1, num_changed, is_resumed=is_resumed)
+            self._current.report(num_done + 1, num_changed, is_resumed=is_resumed)
         for text in self._differences(state, first):
             self._reporter.warn(text)
         if state is not None and self._schedule.changes_plans:
-            with self._keeping_plan_on_error(num_done):
-                self._continue_planning(state, first)
+            with self._current.kept_on_error(num_done):
+                self._replanner.resume(state, first)
 
     def _differences(self, state: ControllerState | None, first: FirstPlan) -> list[str]:
         """Return lines about what differs from the stopped run, or from the plan file."""
-        settings = [] if state is None else state.changes(self._reported_settings())
+        settings = [] if state is None else state.changes(self._plans.reported_settings())
         if settings:
             texts = [*settings, *first.changes]
             if first.is_outdated and not self._observations.suffice():
                 texts.append("the next refresh plans with them")
             return [f"this run resumes with other settings: {'; '.join(texts)}"]
-        return [f"{self.plan.label}: {text}" for text in (*first.changes, *self._recipe_changes())]
-
-    def _reported_settings(self) -> dict[str, str]:
-        recipes = self.model.recipes(self.config.named_formats)
-        digest = self._plans.file_digest
-        return reported_settings(self.config, str(self.model.backend), recipes, digest)
-
-    def _recipe_changes(self) -> list[str]:
-        """Return a line for each option whose recipe was another one in the plan file's run."""
-        digest = self._plans.file_digest
-        if self.config.plan_file is None or self.model.runtime.topology.rank != 0:
-            return []
-        assert digest is not None
-        return recipe_changes(self.config.plan_file, digest, self.model)
-
-    def _continue_planning(self, state: ControllerState, first: FirstPlan) -> None:
-        """All ranks: plan for new settings, or solve the stopped run's problem again."""
-        if first.is_outdated:
-            if self._observations.suffice():
-                self._plan_at_once(state.iteration)
-        elif first.source is PlanSource.CHECKPOINT and state.solve is not None:
-            pending = self._plans.fitting.pending(state.solve, state.iteration)
-            self._solve.load_state_dict(pending, self.plan)
-
-    def _plan_at_once(self, num_done: int) -> None:
-        """All ranks: plan from the checkpoint's measurements, before the first iteration."""
-        target = self._plans.targets.at(num_done + 1)
-        make = partial(self._observations.measurement, target)
-        problem = attempt("planning for the new settings", make, self._control).problem
-        problem = self._plans.fitting.problem(problem)
-        self._submit(num_done, problem, apply_at=num_done + 1)
+        changes = (*first.changes, *self._plans.recipe_changes())
+        return [f"{self.plan.label}: {text}" for text in changes]
 
     # ---- an iteration, in order -----------------------------------------------------------------
 
@@ -458,17 +426,18 @@ class SnipController:
         """All ranks: if the solver's plan is due, get it from rank 0 and apply it."""
         if not self._solve.is_due(iteration):
             return
-        with self._keeping_plan_on_error(iteration):
+        with self._current.kept_on_error(iteration):
             plan, waited_s = self._solve.take_plan()
             if self._schedule.plans_without_statistics:
                 plan = without_objective(plan)
             self._check(plan)
-            self._apply(plan)
+            self._current.apply(plan)
             if changed_linears(self.plan, plan):
                 self._guard.plan_changed(self.plan)
-            mean_step_s = self._step_times.mean_s  # under the former plan: `_set_plan` starts anew
+            # Under the former plan: `replace` starts anew.
+            mean_step_s = self._current.step_times.mean_s
             saving_s = self._plans.saving_s(plan, num_microbatches)
-            text = self._set_plan(iteration, plan, waited_s, saving_s).summary
+            text = self._current.replace(iteration, plan, waited_s, saving_s).summary
             if saving_s is not None and mean_step_s is not None:
                 text += f", mean step before {1e3 * mean_step_s:.4g} ms"
             self._reporter.log(f"iteration {iteration}: {text}")
@@ -478,14 +447,6 @@ class SnipController:
         plan.check_against(self._plans.stage_and_flops)
         if self._guard.refuses(plan):
             raise PlanningError(f"the guard reverted {plan.label} before")
-
-    def _apply(self, plan: PrecisionPlan) -> None:
-        """All ranks: set the linears' options; if that fails on a rank, all stay as they were."""
-        try:
-            attempt("applying the plan", lambda: self.model.apply(plan.linears), self._control)
-        except RemoteFailure:
-            self.model.apply(self.plan.linears)
-            raise
 
     def _begin_due_refresh(self, iteration: int) -> None:
         """All ranks: begin a refresh that is due, or wait for the optimizer's moments."""
@@ -505,24 +466,6 @@ class SnipController:
             )
         self._schedule.wait(iteration)
 
-    def _plan_for_new_target(self, iteration: int) -> None:
-        """All ranks: if the target is about to change, plan anew from the last measurement."""
-        target = self._plans.targets.at(iteration + self.config.lag)
-        if self._planned_target is None or self._planned_target == target:
-            return
-        if self._solve.is_under_way or not self._schedule.may_plan_for_new_target(iteration):
-            return
-        self._planned_target = target  # also if planning fails: it is not tried again
-
-        def make() -> PlanningProblem:
-            if self._schedule.plans_without_statistics:
-                return self._plans.problem_without_measurements(target)
-            return self._observations.measurement(target).problem
-
-        with self._keeping_plan_on_error(iteration):
-            problem = attempt("planning anew", make, self._control)
-            self._submit(iteration, self._plans.fitting.problem(problem))
-
     def _take_guards_decision(self, iteration: int, outcome: Outcome) -> None:
         """All ranks: report a spike; if the guard chose the fallback, make it the current plan."""
         if outcome.message is not None:
@@ -539,11 +482,11 @@ class SnipController:
             f"{outcome.fallback.label}"
         )
         self._reporter.notify(iteration, "reverted", text)
-        self._set_plan(iteration, plan)
+        self._current.replace(iteration, plan)
 
     def _finish_refresh(self, iteration: int) -> None:
         """All ranks: every linear was measured; report it, and give the problem to the solver."""
-        with self._keeping_plan_on_error(iteration):
+        with self._current.kept_on_error(iteration):
             self._observations.complete()
             target = self._plans.targets.at(iteration + self.config.lag)
             make = partial(self._observations.measurement, target)
@@ -557,69 +500,4 @@ class SnipController:
             if alert is not None:
                 self._reporter.notify(iteration, "health", alert)
             if self._schedule.changes_plans:
-                self._submit(iteration, measured.problem)
-
-    # ---- helpers of the steps above -------------------------------------------------------------
-
-    def _submit(
-        self, iteration: int, problem: PlanningProblem, apply_at: int | None = None
-    ) -> None:
-        """All ranks: give a problem to the solver; its plan is due `lag` iterations later."""
-        if apply_at is None:
-            apply_at = iteration + self.config.lag
-        self._planned_target = problem.target
-        if heals_in_order(self.config, self._plans.targets, apply_at):
-            problem = healing_problem(problem, self.plan, self.config)
-        self._solve.submit(PendingProblem(iteration, apply_at, problem), self.plan)
-
-    @contextmanager
-    def _keeping_plan_on_error(self, iteration: int) -> Iterator[None]:
-        """All ranks: on a SnipError, which all ranks get, keep the current plan and report it."""
-        try:
-            yield
-        except SnipError as failure:
-            text = f"keeping {self.plan.label}: {failure}"
-            self._reporter.notify(iteration, "refresh_failed", text)
-
-    def _set_plan(
-        self,
-        iteration: int,
-        plan: PrecisionPlan,
-        waited_s: float = 0.0,
-        saving_s: float | None = None,
-    ) -> PlanApplied:
-        """All ranks: make a plan, which the linears run already, the current one; report it.
-
-        Args:
-            iteration: the first iteration under the plan.
-            plan: the plan.
-            waited_s: seconds that training waited for it.
-            saving_s: seconds that it saves in each step against BF16; None if not known.
-        """
-        num_changed = len(changed_linears(self.plan, plan))
-        self.plan = plan
-        self.history.append((iteration, plan.digest))
-        return self._report_plan(iteration, num_changed, waited_s=waited_s, saving_s=saving_s)
-
-    def _report_plan(
-        self,
-        iteration: int,
-        num_changed: int,
-        *,
-        is_resumed: bool = False,
-        waited_s: float = 0.0,
-        saving_s: float | None = None,
-    ) -> PlanApplied:
-        """All ranks: report the current plan and what every linear runs under it."""
-        applied = PlanApplied(
-            self.plan,
-            self.format_shares,
-            num_changed,
-            waited_s=waited_s,
-            resumed=is_resumed,
-            resolved=self.model.resolved(self.plan, iteration),
-            saving_s=saving_s,
-        )
-        self._reporter.write(Event(iteration, applied))
-        self._step_times.start_plan()
-        return applied
+                self._replanner.submit(iteration, measured.problem)

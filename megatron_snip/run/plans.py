@@ -41,9 +41,9 @@ from megatron_snip.run.feasibility import (
     reachable_target,
 )
 from megatron_snip.run.fitting import Fitting, describe
-from megatron_snip.run.plan_file import check_plan_file
+from megatron_snip.run.plan_file import check_plan_file, recipe_changes
 from megatron_snip.run.solve import plan_from_rank_0
-from megatron_snip.run.state import ControllerState, changed_plan_settings
+from megatron_snip.run.state import ControllerState, changed_plan_settings, reported_settings
 
 
 class PlanSource(Enum):
@@ -88,7 +88,7 @@ class FirstPlan:
 class RunPlans:
     """The first plan of a run, and the options and targets of all its plans.
 
-    Every method returns the same on all ranks.
+    Every method but `recipe_changes` returns the same on all ranks.
 
     Attributes:
         config: the settings. If the user gave no target, it has the default one of its formats, or
@@ -252,6 +252,23 @@ class RunPlans:
         return assigned_plan(
             linears, self.stage_and_flops, self.config.lowest_format, "guard", iteration
         )
+
+    # ---- what differs from another run ----------------------------------------------------------
+
+    def reported_settings(self) -> dict[str, str]:
+        """Return what a resumed run reports if it changed (`state.reported_settings`)."""
+        recipes = self._model.recipes(self.config.named_formats)
+        return reported_settings(self.config, str(self._model.backend), recipes, self.file_digest)
+
+    def recipe_changes(self) -> list[str]:
+        """Rank 0: return a line for each option that ran by another recipe in the file's run.
+
+        Empty on other ranks, and without a plan file.
+        """
+        if self.config.plan_file is None or self._model.runtime.topology.rank != 0:
+            return []
+        assert self.file_digest is not None
+        return recipe_changes(self.config.plan_file, self.file_digest, self._model)
 
     # ---- numbers of a plan ----------------------------------------------------------------------
 

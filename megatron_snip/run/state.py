@@ -1,18 +1,21 @@
 """ControllerState: what a checkpoint keeps of SNIP, so that a resumed run replays exactly.
 
 Plain built-in types both ways (`to_dict`, `from_dict`): the dict travels inside Megatron's
-checkpoints, which are read with `weights_only=True`. Schema version 3 is {owner: state}; each owner
-has `state_dict` and `load_state_dict`:
+checkpoints, which are read with `weights_only=True`. Schema version 3 has the state of each owner;
+an owner whose state is more than a value has `state_dict` and `load_state_dict`:
 
     {"version": 3, "iteration": int, "settings": {name: text},
      "plan": {a plan file's object}, "history": [[iteration, digest], ...],
-     "target": null | number,                        the controller's
+     "target": null | number,
      "schedule": {"refreshed": int | null, "due_since": int | null},
      "solve": null | {"iteration": int, "apply_at": int, "problem": {a problem file's object}},
      "guard": null | {a GuardState's},
      "observations": null | {a StatisticsTable's},
      "alerts": [[alert, linear], ...],
-     "delayed_scaling": {linear: base64}               linears.delayed_scaling's}
+     "delayed_scaling": {linear: base64}}
+
+`plan` and `history` are CurrentPlan's, `target` is the Replanner's, `delayed_scaling` is that of
+linears.delayed_scaling.
 
 Version 2 has the same under other names, and is read. If the solver was working on a plan, its
 problem is stored: the resumed run solves it again, and with the same lag applies the plan at the

@@ -1,0 +1,125 @@
+"""CurrentPlan: the plan that the linears run, and how long iterations take under it."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from megatron_snip.collectives import RemoteFailure, attempt
+from megatron_snip.errors import SnipError
+from megatron_snip.linears.model import PlannedModel
+from megatron_snip.planning.plan import PrecisionPlan, changed_linears, format_shares
+from megatron_snip.reporting.events import Event, PlanApplied, Reporter
+from megatron_snip.run.plans import RunPlans
+from megatron_snip.run.step_times import StepTimes
+
+
+class CurrentPlan:
+    """The plan that the linears run; all ranks have the same and call every method together.
+
+    Attributes:
+        plan: the plan.
+        history: (iteration, digest) of every plan that followed the run's first one, in order.
+        step_times: seconds of ordinary iterations under the plan.
+    """
+
+    def __init__(
+        self, plan: PrecisionPlan, model: PlannedModel, plans: RunPlans, reporter: Reporter
+    ) -> None:
+        """Start with a run's first plan; the linears do not run it before `apply`.
+
+        Args:
+            plan: the first plan.
+            model: the planned linears.
+            plans: the options of the run's plans.
+            reporter: gets every new plan, and why a plan stays.
+        """
+        self.plan = plan
+        self.history: list[tuple[int, str]] = []
+        self.step_times = StepTimes()
+        self._model = model
+        self._plans = plans
+        self._reporter = reporter
+
+    @property
+    def format_shares(self) -> dict[str, float]:
+        """Share of the linears' FLOPs in each format."""
+        return format_shares(self.plan.linears, self._plans.stage_and_flops)
+
+    @contextmanager
+    def kept_on_error(self, iteration: int) -> Iterator[None]:
+        """All ranks: on a SnipError, which all ranks get, keep the plan and report it."""
+        try:
+            yield
+        except SnipError as failure:
+            text = f"keeping {self.plan.label}: {failure}"
+            self._reporter.notify(iteration, "refresh_failed", text)
+
+    def apply(self, plan: PrecisionPlan) -> None:
+        """All ranks: let the linears run a plan. It becomes the current one with `replace`.
+
+        Raises:
+            RemoteFailure: on every rank, if a linear of one rank refuses. Then all linears run as
+                before.
+        """
+        control = self._model.runtime.topology.control
+        try:
+            attempt("applying the plan", lambda: self._model.apply(plan.linears), control)
+        except RemoteFailure:
+            self._model.apply(self.plan.linears)
+            raise
+
+    def replace(
+        self,
+        iteration: int,
+        plan: PrecisionPlan,
+        waited_s: float = 0.0,
+        saving_s: float | None = None,
+    ) -> PlanApplied:
+        """All ranks: make a plan, which the linears run already, the current one; report it.
+
+        Args:
+            iteration: the first iteration under the plan.
+            plan: the plan.
+            waited_s: seconds that training waited for it.
+            saving_s: seconds that it saves in each step against BF16; None if not known.
+
+        Returns:
+            What was reported.
+        """
+        num_changed = len(changed_linears(self.plan, plan))
+        self.plan = plan
+        self.history.append((iteration, plan.digest))
+        return self.report(iteration, num_changed, waited_s=waited_s, saving_s=saving_s)
+
+    def report(
+        self,
+        iteration: int,
+        num_changed: int,
+        *,
+        is_resumed: bool = False,
+        waited_s: float = 0.0,
+        saving_s: float | None = None,
+    ) -> PlanApplied:
+        """All ranks: report the plan and what every linear runs under it.
+
+        Args:
+            iteration: the first iteration under the plan.
+            num_changed: how many linears run another option than before.
+            is_resumed: whether a stopped run had the same plan.
+            waited_s: as in `replace`.
+            saving_s: as in `replace`.
+
+        Returns:
+            What was reported.
+        """
+        applied = PlanApplied(
+            self.plan,
+            self.format_shares,
+            num_changed,
+            waited_s=waited_s,
+            resumed=is_resumed,
+            resolved=self._model.resolved(self.plan, iteration),
+            saving_s=saving_s,
+        )
+        self._reporter.write(Event(iteration, applied))
+        self.step_times.start_plan()
+        return applied

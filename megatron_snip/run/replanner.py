@@ -1,0 +1,121 @@
+"""Replanner: gives the solver a problem when a new plan is needed.
+
+after a refresh                       the controller passes what was measured to `submit`
+before the target changes             `plan_for_new_target`, from the last measurement
+at a resume with other settings       `resume`, from the checkpoint's measurements
+at a resume while the solver worked   `resume`, the stopped run's problem again
+"""
+
+from functools import partial
+
+from megatron_snip.collectives import attempt
+from megatron_snip.planning.problem import PlanningProblem
+from megatron_snip.run.current_plan import CurrentPlan
+from megatron_snip.run.healing import healing_problem, heals_in_order
+from megatron_snip.run.observation import Observations
+from megatron_snip.run.plans import FirstPlan, PlanSource, RunPlans
+from megatron_snip.run.schedule import RefreshSchedule
+from megatron_snip.run.solve import PendingProblem, Solve
+from megatron_snip.run.state import ControllerState
+from megatron_snip.topology import Topology
+
+
+class Replanner:
+    """Decides what the solver works on; all ranks call every method together.
+
+    Attributes:
+        target: the target that a new one is compared with. It is that of the last problem, at first
+            that of the plan that the run starts with. None: a new target makes no new plan yet,
+            because the policy needs measurements and there are none.
+    """
+
+    def __init__(
+        self,
+        plans: RunPlans,
+        schedule: RefreshSchedule,
+        observations: Observations,
+        solve: Solve,
+        current: CurrentPlan,
+        topology: Topology,
+        former_target: float | None,
+    ) -> None:
+        """Start before the first iteration, with nothing to solve.
+
+        Args:
+            plans: the options and targets of the run's plans.
+            schedule: when the run measures and plans.
+            observations: what was measured.
+            solve: what gets the problems.
+            current: the current plan.
+            topology: this rank's place.
+            former_target: `target` of the stopped run; None in a new run.
+        """
+        self._config = plans.config
+        self._plans = plans
+        self._schedule = schedule
+        self._observations = observations
+        self._solve = solve
+        self._current = current
+        self._control = topology.control
+        self.target: float | None = None
+        if schedule.plans_without_statistics or observations.mean is not None:
+            self.target = current.plan.target if former_target is None else former_target
+
+    def resume(self, state: ControllerState, first: FirstPlan) -> None:
+        """All ranks: plan for new settings, or solve the stopped run's problem again.
+
+        Args:
+            state: the state of the stopped run.
+            first: the plan that this run starts with.
+
+        Raises:
+            SnipError: on every rank, if there is no problem to solve.
+        """
+        if first.is_outdated:
+            if self._observations.suffice():
+                self._plan_before_first_iteration(state.iteration)
+        elif first.source is PlanSource.CHECKPOINT and state.solve is not None:
+            pending = self._plans.fitting.pending(state.solve, state.iteration)
+            self._solve.load_state_dict(pending, self._current.plan)
+
+    def _plan_before_first_iteration(self, num_done: int) -> None:
+        """All ranks: plan from the checkpoint's measurements; training waits for the plan."""
+        target = self._plans.targets.at(num_done + 1)
+        make = partial(self._observations.measurement, target)
+        problem = attempt("planning for the new settings", make, self._control).problem
+        problem = self._plans.fitting.problem(problem)
+        self.submit(num_done, problem, apply_at=num_done + 1)
+
+    def plan_for_new_target(self, iteration: int) -> None:
+        """All ranks: if the target is about to change, plan anew from the last measurement."""
+        target = self._plans.targets.at(iteration + self._config.lag)
+        if self.target is None or self.target == target:
+            return
+        if self._solve.is_under_way or not self._schedule.may_plan_for_new_target(iteration):
+            return
+        self.target = target  # also if planning fails: it is not tried again
+
+        def make() -> PlanningProblem:
+            if self._schedule.plans_without_statistics:
+                return self._plans.problem_without_measurements(target)
+            return self._observations.measurement(target).problem
+
+        with self._current.kept_on_error(iteration):
+            problem = attempt("planning anew", make, self._control)
+            self.submit(iteration, self._plans.fitting.problem(problem))
+
+    def submit(self, iteration: int, problem: PlanningProblem, apply_at: int | None = None) -> None:
+        """All ranks: give a problem to the solver.
+
+        Args:
+            iteration: the iteration after which the solver gets it.
+            problem: the problem. While the run heals, it is restricted to plans that heal in order.
+            apply_at: before which iteration the plan is applied; by default `lag` iterations later.
+        """
+        if apply_at is None:
+            apply_at = iteration + self._config.lag
+        self.target = problem.target
+        plan = self._current.plan
+        if heals_in_order(self._config, self._plans.targets, apply_at):
+            problem = healing_problem(problem, plan, self._config)
+        self._solve.submit(PendingProblem(iteration, apply_at, problem), plan)
