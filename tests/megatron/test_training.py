@@ -67,6 +67,16 @@ def test_a_plan_that_breaks_an_iteration_is_reverted_without_a_trace(lab: Lab) -
     assert applied[0] == 5 and [int(iteration) for iteration in reverted] == applied, run.report
 
 
+def test_a_skipped_iteration_delays_its_refresh_and_its_plan(lab: Lab) -> None:
+    """Without the skips: refreshes at 3 and 7, plans at 5 and 9."""
+    run = lab.run("dp2", [*SNIP, "--iterations-to-skip", "3", "6"])
+    run.finished()
+    assert sorted(p.name for p in (run.output / "problems").iterdir()) == ["4.json", "7.json"]
+    assert applied_plans(run) == [7, 9], run.report
+    metrics = read_lines(run.output / "metrics.jsonl")
+    assert [m["iteration"] for m in metrics] == [1, 2, 4, 5, 7, 8, 9, 10]
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_rank_0_writes_the_run_directory(lab: Lab, layout: str) -> None:
     """By default `snip/` below --save; losses come from the last rank."""
