@@ -6,9 +6,8 @@ keys are refused.
 """
 
 import math
-import re
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple, Self, cast, get_args
+from typing import Annotated, Any, Literal, Self, get_args
 
 from pydantic import (
     BaseModel,
@@ -19,7 +18,8 @@ from pydantic import (
     model_validator,
 )
 
-from megatron_snip.errors import UsageError, did_you_mean, naming_field
+from megatron_snip.alert_thresholds import AlertThreshold, parse_thresholds
+from megatron_snip.errors import UsageError, naming_field
 from megatron_snip.files import checked
 from megatron_snip.formats import get_format, lowest_precision
 from megatron_snip.options import BF16, Granularity, Option, enumerate_options, formats_in
@@ -32,38 +32,6 @@ Count = Annotated[int, Field(ge=1, le=2**53)]
 
 Backend = Literal["auto", "simulate", "te"]
 LossDivergence = Literal["fisher", "first_plus_fisher"]
-HealthMeasure = Literal[
-    "sqnr_db",
-    "underflow",
-    "saturated",
-    "scale_spread",
-    "gemm_sqnr_db",
-    "amax",
-    "gradient_norm",
-    "update_ratio",
-]
-"""Measures of health; docs/glossary.md defines them."""
-_ALERT = re.compile(
-    rf"({'|'.join(get_args(HealthMeasure))})\s*([<>])\s*([-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?)"
-)
-
-
-class Alert(NamedTuple):
-    """A threshold of `--snip-alert`.
-
-    Attributes:
-        text: the threshold as logs show it, such as `underflow>0.3`.
-        measure: the measure of health.
-        sign: 1 if values above the limit alert, -1 if values below it do.
-        limit: the limit.
-    """
-
-    text: str
-    measure: HealthMeasure
-    sign: float
-    limit: float
-
-
 PipelineBalance = Literal["none", "stage", "bottleneck"]
 EfficiencyMeasure = Literal["flops", "time"]
 
@@ -443,26 +411,9 @@ class SnipConfig(ScheduleFields, MeasureFields, PlanFields, GuardFields, ReportF
 
     @property
     @naming_field("alert")
-    def alerts(self) -> tuple[Alert, ...]:
-        """`alert`, parsed; the texts are in one form: `underflow > .30` becomes `underflow>0.3`."""
-        found: dict[str, Alert] = {}
-        measures = get_args(HealthMeasure)
-        for given in self.alert:
-            match = _ALERT.fullmatch(given)
-            if match is None:
-                first_word = re.split(r"\W", given)[0]
-                is_misspelled = first_word != "" and first_word not in measures
-                hint = did_you_mean(first_word, measures) if is_misspelled else ""
-                raise UsageError(
-                    f"'{given}' is not MEASURE>X or MEASURE<X{hint}; "
-                    f"measures: {', '.join(measures)}"
-                )
-            measure, sign, number = match.groups()
-            limit = float(number) + 0.0  # -0.0 + 0.0 is 0.0
-            text = f"{measure}{sign}{str(limit).removesuffix('.0')}"
-            direction = 1.0 if sign == ">" else -1.0
-            found[text] = Alert(text, cast(HealthMeasure, measure), direction, limit)
-        return tuple(found.values())
+    def alerts(self) -> tuple[AlertThreshold, ...]:
+        """`alert`, parsed."""
+        return parse_thresholds(self.alert)
 
 
 PATH_SETTINGS = tuple(

@@ -22,7 +22,7 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 from numpy.typing import NDArray
 
-from megatron_snip.config import HealthMeasure
+from megatron_snip.alert_thresholds import HealthMeasure
 from megatron_snip.errors import UsageError
 from megatron_snip.formats import FORMATS
 from megatron_snip.options import Option

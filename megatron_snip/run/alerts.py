@@ -2,20 +2,20 @@
 
 from collections.abc import Sequence
 
-from megatron_snip.config import Alert
+from megatron_snip.alert_thresholds import AlertThreshold
 from megatron_snip.errors import listing
 from megatron_snip.statistics.health_table import HealthTable
 
 Alerted = tuple[tuple[str, str], ...]
-"""(text of an alert, linear) that were reported, sorted."""
+"""(text of a threshold, linear) that were reported, sorted."""
 
 
 class Alerts:
     """Reports each linear once for each threshold, and not again after a resume."""
 
-    def __init__(self, alerts: Sequence[Alert]) -> None:
+    def __init__(self, thresholds: Sequence[AlertThreshold]) -> None:
         """Start with nothing reported."""
-        self._alerts = tuple(alerts)
+        self._thresholds = tuple(thresholds)
         self._reported: Alerted = ()
 
     def report(self, health: HealthTable) -> str | None:
@@ -25,13 +25,14 @@ class Alerts:
         share a line: W&B drops a second alert with the same title within a minute.
         """
         texts = []
-        for alert in self._alerts:
-            beyond = health.beyond(alert.measure, alert.sign, alert.limit)
-            new = [found for found in beyond if (alert.text, found.linear) not in self._reported]
+        for threshold in self._thresholds:
+            text = threshold.text
+            beyond = health.beyond(threshold.measure, threshold.sign, threshold.limit)
+            new = [found for found in beyond if (text, found.linear) not in self._reported]
             if new:
-                now = {(alert.text, found.linear) for found in new}
+                now = {(text, found.linear) for found in new}
                 self._reported = tuple(sorted(now.union(self._reported)))
-                texts.append(f"alert {alert.text}: {listing(list(map(str, new)))}")
+                texts.append(f"alert {text}: {listing(list(map(str, new)))}")
         return "; ".join(texts) or None
 
     def state_dict(self) -> Alerted:

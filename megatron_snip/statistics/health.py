@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from megatron_snip.config import HealthMeasure
+from megatron_snip.alert_thresholds import HealthMeasure
 from megatron_snip.formats import Format, ScaleType
 from megatron_snip.quantizers.quantize import operand_block, operand_format
 from megatron_snip.quantizers.reference import amax_of, tile_magnitudes

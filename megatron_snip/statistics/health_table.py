@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, Self
 
 from pydantic_core import to_jsonable_python
 
-from megatron_snip.config import HealthMeasure
+from megatron_snip.alert_thresholds import HealthMeasure
 from megatron_snip.files import Label, read_record
 from megatron_snip.formats import lowest_precision
 from megatron_snip.types import Gemm, Operand

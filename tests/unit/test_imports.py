@@ -18,7 +18,7 @@ ORDER: tuple[tuple[str, ...], ...] = (
     ("log",),
     ("files", "formats", "output", "plugins", "types"),
     ("options",),
-    ("target_schedule",),
+    ("alert_thresholds", "target_schedule"),
     ("config", "directory", "directory_lock", "flags", "matmul"),
     ("collectives", "topology"),
     ("kernels",),

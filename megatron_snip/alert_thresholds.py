@@ -1,0 +1,67 @@
+"""Thresholds of `--snip-alert`: measures of health, and the limits beyond which a linear alerts.
+
+underflow>0.3,sqnr_db<20          MEASURE>X or MEASURE<X
+"""
+
+import re
+from collections.abc import Iterable
+from typing import Literal, NamedTuple, cast, get_args
+
+from megatron_snip.errors import UsageError, did_you_mean
+
+HealthMeasure = Literal[
+    "sqnr_db",
+    "underflow",
+    "saturated",
+    "scale_spread",
+    "gemm_sqnr_db",
+    "amax",
+    "gradient_norm",
+    "update_ratio",
+]
+"""Measures of health; docs/glossary.md defines them."""
+
+_MEASURES = get_args(HealthMeasure)
+_THRESHOLD = re.compile(
+    rf"({'|'.join(_MEASURES)})\s*([<>])\s*([-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?)"
+)
+
+
+class AlertThreshold(NamedTuple):
+    """A threshold.
+
+    Attributes:
+        text: the threshold as logs show it, such as `underflow>0.3`.
+        measure: the measure of health.
+        sign: 1 if values above the limit alert, -1 if values below it do.
+        limit: the limit.
+    """
+
+    text: str
+    measure: HealthMeasure
+    sign: float
+    limit: float
+
+
+def parse_thresholds(texts: Iterable[str]) -> tuple[AlertThreshold, ...]:
+    """Return thresholds; their texts are in one form: `underflow > .30` becomes `underflow>0.3`.
+
+    Raises:
+        UsageError: if a text is not a threshold.
+    """
+    found: dict[str, AlertThreshold] = {}
+    for given in texts:
+        match = _THRESHOLD.fullmatch(given)
+        if match is None:
+            first_word = re.split(r"\W", given)[0]
+            is_misspelled = first_word != "" and first_word not in _MEASURES
+            hint = did_you_mean(first_word, _MEASURES) if is_misspelled else ""
+            raise UsageError(
+                f"'{given}' is not MEASURE>X or MEASURE<X{hint}; measures: {', '.join(_MEASURES)}"
+            )
+        measure, sign, number = match.groups()
+        limit = float(number) + 0.0  # -0.0 + 0.0 is 0.0
+        text = f"{measure}{sign}{str(limit).removesuffix('.0')}"
+        direction = 1.0 if sign == ">" else -1.0
+        found[text] = AlertThreshold(text, cast(HealthMeasure, measure), direction, limit)
+    return tuple(found.values())
