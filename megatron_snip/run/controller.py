@@ -214,9 +214,10 @@ class SnipController:
         Args:
             iteration: Megatron's iteration (1-based).
             function: Megatron's forward-backward function.
-            kwargs: keyword arguments of `function`, among them `data_iterator` and `model`. Without
-                `num_microbatches` predicted seconds are those of one microbatch. Gradients are zero
-                before, as in Megatron's `train_step`.
+            kwargs: keyword arguments of `function`, among them `data_iterator` and `model`; under
+                Megatron's `calculate_per_token_loss` also `micro_batch_size`, `num_microbatches`
+                and `seq_length`. Without `num_microbatches` predicted seconds are those of one
+                microbatch. Gradients are zero before, as in Megatron's `train_step`.
 
         Returns:
             What `function` returns.
