@@ -97,8 +97,8 @@ def quantized_linear(
         call: how to run. With `fuse_wgrad` the weight must have a `main_grad`.
 
     Returns:
-        This shard's Y, [s, b, N] or [M, N], not reduced over shards. A column-parallel linear under
-        sequence parallelism gathers X first: then s is that of all shards.
+        This shard's Y, [s, b, N] or [M, N], not reduced over shards. With
+        `call.sequence_parallel` X is gathered first: then s is that of all shards.
     """
     # Under recompute the first forward runs without gradients and saves nothing.
     needs_wgrad = torch.is_grad_enabled() and weight.requires_grad
