@@ -99,7 +99,7 @@ class _TokenPair(NamedTuple):
     Attributes:
         input: Q(X), [tokens, K].
         grad_output: Q(G), [tokens, output features].
-        original_grad_output: G as it was quantized: for wgrad, after a Hadamard transform.
+        original_grad_output: G before it was quantized; for wgrad after a Hadamard transform.
     """
 
     input: Tensor

@@ -149,7 +149,10 @@ class MeasuredWeight:
         return copies
 
     def measure_error(self, name: str, copies: WeightCopies) -> None:
-        """Keep the norms of W's errors in a format, after the sample's last use of its copies."""
+        """Keep the norms of W's errors in a format.
+
+        Call it after a sample's last use of its copies: it may overwrite them.
+        """
         error = f"{name}.weight_error_square"
         if error not in self._error_norms:
             w = self.tensor
