@@ -100,7 +100,7 @@ class Graphs:
 
         Args:
             wrapper: Megatron's wrapper; its graphs are attributes of the class.
-            kwargs: keyword arguments of the schedule that it wraps.
+            kwargs: keyword arguments of the forward-backward function that it wraps.
             run: lets the wrapper run: eagerly while it warms up, then as a graph.
         """
         stage = "validation" if kwargs["forward_only"] else "training"
@@ -163,8 +163,12 @@ class Graphs:
             if had_hooks:
                 helper.cuda_graph_set_manual_hooks()
 
-    def run_step(self, schedule: Callable[..., Any], **kwargs: Any) -> Any:
-        """All ranks: run Megatron's schedule, without the layers' graphs where it must be eager."""
+    def run_step(self, function: Callable[..., Any], **kwargs: Any) -> Any:
+        """All ranks: run Megatron's forward-backward function, with layers eager where needed.
+
+        Captured layers run without their graphs while they are measured, and after an option
+        changed, until they are captured again.
+        """
         eager = [
             helper
             for helper in self._captured_linears
@@ -178,7 +182,7 @@ class Graphs:
                     layer.cuda_graphs = []
             if eager:
                 stack.enter_context(_called_as_before(self._calls))
-            return schedule(**kwargs)
+            return function(**kwargs)
 
     def forget(self, helper: Any) -> None:
         """Forget graphs that are about to be deleted."""

@@ -81,7 +81,7 @@ MEGATRON_LM = Loop(
         train_step.step_end,
         train_step.evaluation,
         train_step.evaluations,
-        train_step.schedule,
+        train_step.forward_backward_func,
         checkpoint.save,
         checkpoint.load,
         fused_kernels,

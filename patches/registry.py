@@ -101,7 +101,8 @@ class Session:
         makes_plans: whether linears may change; False if SNIP only measures.
         controller: attached to the model, or None.
         loaded_state: SNIP's state in the checkpoint that Megatron has loaded, or None.
-        evaluating: what runs Megatron's schedule within an evaluation; None outside of one.
+        evaluating: what runs Megatron's forward-backward function within an evaluation; None
+            outside of one.
         evaluates_test_set: whether an evaluation of the test set runs.
         graphs: CUDA graphs and the plans under which they were captured; None without a controller.
         graph_helpers: the arguments that each object of Megatron's which captures layers was made

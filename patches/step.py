@@ -1,8 +1,8 @@
 """A training iteration: what SNIP does in it, and what it reports after it, in any training loop.
 
-A loop's `train_step` gets its schedule as an argument and may call it several times in one
-iteration (Megatron's rerun state machine repeats an iteration whose result it doubts). SNIP puts
-the controller's `forward_backward` in the schedule's place.
+A loop's `train_step` gets Megatron's forward-backward function as an argument, and may call it
+several times in one iteration (Megatron's rerun state machine repeats an iteration whose result it
+doubts). SNIP puts the controller's `forward_backward` in its place.
 """
 
 import time
@@ -14,11 +14,11 @@ from megatron_snip.statistics.optimizer_state import learning_rate
 
 
 def run_step(call: Call, session: Session, iteration: int) -> Any:
-    """Run a call of a loop's `train_step` with the schedule under the controller.
+    """Run a call of a loop's `train_step`; its forward-backward function runs in the controller.
 
     Args:
-        call: the call; its argument `forward_backward_func` is the schedule. Item 0 of its result
-            are the losses, item 5 is the gradients' norm.
+        call: the call; it has an argument `forward_backward_func`. Item 0 of its result are the
+            losses, item 5 is the gradients' norm.
         session: what the patches of this process share.
         iteration: 1-based.
     """
@@ -28,9 +28,9 @@ def run_step(call: Call, session: Session, iteration: int) -> Any:
         return call.run()
     graphs.was_slow = False
     graphs.capture_again(session.graph_helpers)
-    schedule = partial(graphs.run_step, call.arguments["forward_backward_func"])
+    function = partial(graphs.run_step, call.arguments["forward_backward_func"])
     call.arguments["forward_backward_func"] = partial(
-        controller.forward_backward, iteration, schedule
+        controller.forward_backward, iteration, function
     )
     begin = time.perf_counter()
     result = call.run()
@@ -83,7 +83,7 @@ def run_evaluation(call: Call, session: Session, of_test_set: bool) -> Any:
     return result
 
 
-def schedule_of_evaluation(call: Call, session: Session) -> Any:
+def function_of_evaluation(call: Call, session: Session) -> Any:
     """Run a call of `get_forward_backward_func`; in an evaluation, return what runs it there."""
     function = call.run()
     return function if session.evaluating is None else partial(session.evaluating, function)

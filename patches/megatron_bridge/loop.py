@@ -19,7 +19,7 @@ from megatron_snip.patches.checkpoint import load_state, save_state
 from megatron_snip.patches.megatron_bridge.callback import callbacks_in
 from megatron_snip.patches.megatron_bridge.settings import set_for_cpu, settings_of
 from megatron_snip.patches.registry import BRIDGE, CORE, Call, Session, patch
-from megatron_snip.patches.step import end_step, run_evaluation, run_step, schedule_of_evaluation
+from megatron_snip.patches.step import end_step, function_of_evaluation, run_evaluation, run_step
 
 logger = logging.getLogger(__name__)
 
@@ -78,7 +78,7 @@ def logging_setup(call: Call, session: Session) -> Any:
 
 @patch(TRAIN, "train_step", needs=("forward_backward_func", "global_state"), returns=6)
 def train_step(call: Call, session: Session) -> Any:
-    """Run the schedule through the controller."""
+    """Run the forward-backward function through the controller."""
     return run_step(call, session, int(call.arguments["global_state"].train_state.step) + 1)
 
 
@@ -103,9 +103,9 @@ def evaluation(call: Call, session: Session) -> Any:
 
 
 @patch(EVAL, "get_forward_backward_func")
-def schedule(call: Call, session: Session) -> Any:
-    """Return Megatron's schedule for an evaluation, or what runs it in two precisions."""
-    return schedule_of_evaluation(call, session)
+def forward_backward_func(call: Call, session: Session) -> Any:
+    """Return Megatron's forward-backward function, or what runs it in two precisions."""
+    return function_of_evaluation(call, session)
 
 
 @patch(CHECKPOINTING, "generate_state_dict", needs=("ckpt_cfg", "iteration"))
@@ -133,7 +133,7 @@ both_buffers = replace(overlap_buffers.both_buffers, module="transformer_engine.
 
 PATCHES = (
     *(final_settings, callbacks, model_setup, logging_setup),
-    *(train_step, step_end, evaluation, schedule),
+    *(train_step, step_end, evaluation, forward_backward_func),
     *(save, load, end, both_buffers),
 )
 

@@ -3,7 +3,7 @@
 from typing import Any
 
 from megatron_snip.patches.registry import Call, Session, patch
-from megatron_snip.patches.step import end_step, run_evaluation, run_step, schedule_of_evaluation
+from megatron_snip.patches.step import end_step, function_of_evaluation, run_evaluation, run_step
 
 TRAINING = "megatron.training.training"
 
@@ -52,9 +52,9 @@ def evaluations(call: Call, session: Session) -> Any:
 
 
 @patch(TRAINING, "get_forward_backward_func")
-def schedule(call: Call, session: Session) -> Any:
+def forward_backward_func(call: Call, session: Session) -> Any:
     """Return Megatron's forward-backward function, or what runs it in two precisions."""
-    return schedule_of_evaluation(call, session)
+    return function_of_evaluation(call, session)
 
 
 def _iterations_done(passed: Any) -> int:
