@@ -178,7 +178,8 @@ def killed(lab: Lab, layout: str, *flags: str) -> Path:
     directory = lab.output(f"killed-{layout}-{'-'.join(flags)}")
     run = lab.run(layout, [*SNIP, *saving(directory), *flags], {"TINY_KILL_AFTER": "7"})
     assert all(status != 0 for status in run.statuses), run.report
-    assert (directory / "latest_checkpointed_iteration.txt").read_text().strip() == "7"
+    tracker = directory / "latest_checkpointed_iteration.txt"
+    assert tracker.exists() and tracker.read_text().strip() == "7", run.report
     return directory
 
 
