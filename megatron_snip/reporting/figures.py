@@ -2,15 +2,11 @@
 
 Each function returns one figure; `svg` makes a file of it. Text is drawn as shapes, so a figure
 looks the same with any fonts. `$` in a name starts no formula.
-
-In maps, rows are layers and columns are kinds of linears: `decoder.layers.17.mlp.linear_fc1` is in
-row 17, column fc1. Names of another form get a row of their own.
 """
 
 import io
 import itertools
 import math
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -20,64 +16,18 @@ from matplotlib.colors import ListedColormap, LogNorm, Normalize
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator, PercentFormatter
-from numpy.typing import NDArray
 
 from megatron_snip.alert_thresholds import HealthMeasure
-from megatron_snip.errors import UsageError
 from megatron_snip.formats import FORMATS
 from megatron_snip.options import Option
+from megatron_snip.reporting.linear_grid import Floats, LinearGrid
 from megatron_snip.reporting.run_record import Divergences, MetricRows, PlanSpan, RunRecord
+from megatron_snip.reporting.style import LINE, MUTED, STYLE, SURFACE, WARNING, format_colors
 from megatron_snip.reporting.text import label
 from megatron_snip.statistics.health_table import HealthTable
-from megatron_snip.types import Gemm, Operand, split_linear_name
+from megatron_snip.types import Gemm, Operand
 
-SURFACE = "#ffffff"
-MUTED = "#6b7685"
-FAINT = "#e3e7ec"
-WARNING = "#c2251c"
-LINE = "#1f6fd1"
-
-_SHADES = {
-    16: ("#b9c0ca",),
-    8: ("#3f83d1", "#83b3e6", "#1f5fa8", "#5c9bd8", "#14406f", "#a9cbef", "#2d74b8"),
-    4: ("#f0912f", "#f7bd75", "#d66a12", "#a34f0c"),
-}
-"""16 bits gray, 8 bits blue, 4 bits orange; other formats are red."""
-_REDS = ("#b3261e", "#d9736d")
-
-
-def format_colors() -> dict[str, str]:
-    """Return a color for each format: its bits give the hue.
-
-    Its place among the formats of this hue gives the shade. Not a constant: plugins add formats.
-    """
-    used: Counter[tuple[str, ...]] = Counter()
-    colors = {}
-    for name, fmt in FORMATS.items():
-        shades = _SHADES.get(fmt.bits, _REDS)
-        colors[name] = shades[used[shades] % len(shades)]
-        used[shades] += 1
-    return colors
-
-
-Floats = NDArray[np.float64]
 Points = Sequence[tuple[float, float]]
-
-STYLE: dict[str, Any] = {
-    "font.size": 9.0,
-    "axes.titlesize": 9.0,
-    "figure.dpi": 144,
-    "axes.titlelocation": "left",
-    "axes.axisbelow": True,
-    "axes.linewidth": 0.6,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "grid.color": FAINT,
-    "legend.frameon": False,
-    "text.parse_math": False,
-    "svg.fonttype": "path",
-    "svg.hashsalt": "megatron-snip",  # the same figure is the same file
-}
 
 
 @matplotlib.rc_context(STYLE)
@@ -90,83 +40,6 @@ def svg(figure: Figure) -> bytes:
 
 def _new_figure(height_in: float) -> Figure:
     return Figure(figsize=(10.0, height_in), layout="constrained")
-
-
-class LinearGrid:
-    """Where each linear is in a map.
-
-    Attributes:
-        rows: Labels of the layers.
-        columns: Labels of the kinds of linears, in the model's order.
-    """
-
-    def __init__(self, names: Iterable[str]) -> None:
-        """Place the linears with these names."""
-        split = {name: _split(name) for name in names}
-        blocks = list(dict.fromkeys(block for block, _, _ in split.values()))
-        modules = list(dict.fromkeys(module for _, _, module in split.values()))
-        layers = sorted({(blocks.index(block), layer) for block, layer, _ in split.values()})
-        self._cells = {
-            name: (layers.index((blocks.index(block), layer)), modules.index(module))
-            for name, (block, layer, module) in split.items()
-        }
-        self.rows = []
-        for index, layer in layers:
-            block = label(blocks[index])
-            if layer < 0:  # a name of another form
-                self.rows.append(block)
-            elif len(blocks) > 1:
-                self.rows.append(f"{block} {layer}")
-            else:
-                self.rows.append(str(layer))
-        short = [module.rpartition(".")[2].removeprefix("linear_") for module in modules]
-        is_unique = len(set(short)) == len(short)
-        self.columns = [label(name) for name in (short if is_unique else modules)]
-
-    @property
-    def height_in(self) -> float:
-        """Inches of a map."""
-        row_in = 0.3 if len(self.rows) <= 8 else 0.2
-        return float(np.clip(len(self.rows) * row_in, 0.9, 4.5))
-
-    def table(self, values: Mapping[str, float | None]) -> Floats:
-        """Return [rows, columns]; NaN where there is no linear or no value."""
-        table = np.full((len(self.rows), len(self.columns)), np.nan)
-        for name, value in values.items():
-            if value is not None and name in self._cells:
-                table[self._cells[name]] = value
-        return table
-
-    def draw(self, axes: Any, edges: Floats, cells: Floats, **colors: Any) -> Any:
-        """Draw a map; return matplotlib's mesh.
-
-        Args:
-            axes: The axes to draw on.
-            edges: The x of the cells' edges, [columns + 1].
-            cells: The values, [rows, columns]; NaN has no color. The first row is at the top.
-            colors: Arguments of `pcolormesh` that color the values.
-        """
-        style: dict[str, Any] = {"edgecolors": SURFACE, "linewidth": 1.0}
-        if cells.size > 600:  # as shapes they would make a large file; these are pixels
-            style = {"rasterized": True}
-        axes.set_facecolor(FAINT)
-        heights = np.arange(cells.shape[0] + 1)
-        mesh = axes.pcolormesh(edges, heights, np.ma.masked_invalid(cells), **style, **colors)
-        axes.set_ylim(cells.shape[0], 0)
-        axes.set_xlim(edges[0], edges[-1])
-        axes.spines[:].set_visible(False)
-        axes.tick_params(length=0)
-        step = max(1, math.ceil(len(self.rows) / 20))  # at most 20 labels
-        named = range(0, len(self.rows), step)
-        axes.set_yticks([k + 0.5 for k in named], [self.rows[k] for k in named])
-        return mesh
-
-
-def _split(name: str) -> tuple[str, int, str]:
-    try:
-        return split_linear_name(name)
-    except UsageError:
-        return name, -1, ""
 
 
 @matplotlib.rc_context(STYLE)
