@@ -29,7 +29,6 @@ from megatron_snip.linears.availability import resolve_formats
 from megatron_snip.linears.discovery import current_topology
 from megatron_snip.linears.model import PlannedModel
 from megatron_snip.log import set_iteration
-from megatron_snip.options import BF16
 from megatron_snip.planning.plan import (
     PrecisionPlan,
     changed_linears,
@@ -375,16 +374,9 @@ class SnipController:
             first: the plan that the run starts with.
             num_done: iterations that the weights were trained for.
         """
-        self.model.apply(self.plan.linears)
-        # A new run's changes are counted from what the job itself runs.
-        job = self._plans.available.job
-        before = job if state is None else state.plan.linears
-        num_changed = 0
-        for name, option in self.plan.linears.items():
-            num_changed += option != before.get(name, job[name])
-        is_resumed = state is not None and state.plan.digest == self.plan.digest
-        if state is not None and not is_resumed:
-            self._current.history.append((num_done + 1, self.plan.digest))
+        former_plan = None if state is None else state.plan
+        self._current.start(former_plan, num_done, may_change=self._schedule.changes_plans)
+        if state is not None and state.plan.digest != self.plan.digest:
             # The guard judges the new plan, and may fall back to the stopped run's plan, made to
             # fit this run. If that is the new plan itself, the fallback stays what it was in the
             # stopped run.
@@ -392,13 +384,6 @@ class SnipController:
             continues_former_plan = former.digest == self.plan.digest
             fallback = self._guard.state.good if continues_former_plan else former
             self._guard.plan_changed(fallback)
-        # A first plan that changes nothing is not reported if others follow. A report shows a run
-        # without a plan as BF16, so a new run that starts with another precision reports it.
-        starts_in_bf16 = set(self.plan.linears.values()) == {BF16}
-        changes_nothing_yet = not num_changed and self._schedule.changes_plans
-        needs_no_report = changes_nothing_yet and (state is not None or starts_in_bf16)
-        if self.history or not needs_no_report:
-            self._current.report(num_done + 1, num_changed, is_resumed=is_resumed)
         for text in self._differences(state, first):
             self._reporter.warn(text)
         if state is not None and self._schedule.changes_plans:

@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from megatron_snip.collectives import RemoteFailure, attempt
 from megatron_snip.errors import SnipError
 from megatron_snip.linears.model import PlannedModel
+from megatron_snip.options import BF16
 from megatron_snip.planning.plan import PrecisionPlan, changed_linears, format_shares
 from megatron_snip.reporting.events import Event, PlanApplied, Reporter
 from megatron_snip.run.plans import RunPlans
@@ -24,7 +25,7 @@ class CurrentPlan:
     def __init__(
         self, plan: PrecisionPlan, model: PlannedModel, plans: RunPlans, reporter: Reporter
     ) -> None:
-        """Start with a run's first plan; the linears do not run it before `apply`.
+        """Note a run's first plan; the linears run it from `start` on.
 
         Args:
             plan: the first plan.
@@ -43,6 +44,32 @@ class CurrentPlan:
     def format_shares(self) -> dict[str, float]:
         """Share of the linears' FLOPs in each format."""
         return format_shares(self.plan.linears, self._plans.stage_and_flops)
+
+    def start(self, former: PrecisionPlan | None, num_done: int, may_change: bool) -> None:
+        """All ranks: let the linears run the first plan; report it if a reader needs to know it.
+
+        Args:
+            former: the last plan of the stopped run; None in a new run.
+            num_done: iterations that the weights were trained for.
+            may_change: whether other plans may follow.
+        """
+        self._model.apply(self.plan.linears)
+        # A new run's changes are counted from what the job itself runs.
+        job = self._plans.available.job
+        before = job if former is None else former.linears
+        num_changed = 0
+        for name, option in self.plan.linears.items():
+            num_changed += option != before.get(name, job[name])
+        is_resumed = former is not None and former.digest == self.plan.digest
+        if former is not None and not is_resumed:
+            self.history.append((num_done + 1, self.plan.digest))
+        # A first plan that changes nothing is not reported if others follow. A report shows a run
+        # without a plan as BF16, so a new run that starts with another precision reports it.
+        starts_in_bf16 = set(self.plan.linears.values()) == {BF16}
+        changes_nothing_yet = not num_changed and may_change
+        needs_no_report = changes_nothing_yet and (former is not None or starts_in_bf16)
+        if self.history or not needs_no_report:
+            self._report(num_done + 1, num_changed, is_resumed=is_resumed)
 
     @contextmanager
     def kept_on_error(self, iteration: int) -> Iterator[None]:
@@ -88,9 +115,9 @@ class CurrentPlan:
         num_changed = len(changed_linears(self.plan, plan))
         self.plan = plan
         self.history.append((iteration, plan.digest))
-        return self.report(iteration, num_changed, waited_s=waited_s, saving_s=saving_s)
+        return self._report(iteration, num_changed, waited_s=waited_s, saving_s=saving_s)
 
-    def report(
+    def _report(
         self,
         iteration: int,
         num_changed: int,
@@ -99,7 +126,7 @@ class CurrentPlan:
         waited_s: float = 0.0,
         saving_s: float | None = None,
     ) -> PlanApplied:
-        """All ranks: report the plan and what every linear runs under it.
+        """All ranks: report the plan, and what every linear runs under it.
 
         Args:
             iteration: the first iteration under the plan.
@@ -107,9 +134,6 @@ class CurrentPlan:
             is_resumed: whether a stopped run had the same plan.
             waited_s: as in `replace`.
             saving_s: as in `replace`.
-
-        Returns:
-            What was reported.
         """
         applied = PlanApplied(
             self.plan,
