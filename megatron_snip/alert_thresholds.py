@@ -1,6 +1,6 @@
 """Thresholds of `--snip-alert`: measures of health, and the limits beyond which a linear alerts.
 
-underflow>0.3,sqnr_db<20          MEASURE>X or MEASURE<X
+A threshold is MEASURE>X or MEASURE<X, such as `underflow>0.3` or `sqnr_db<20`.
 """
 
 import re
