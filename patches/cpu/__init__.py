@@ -5,8 +5,8 @@ Megatron-Core names the CUDA device everywhere. `install` answers these calls fr
 * tensors.py moves tensors for a CUDA device to the CPU and computes BF16 products in FP32;
 * device.py gives `torch.cuda`'s functions (streams, events, RNG, memory) CPU answers;
 * graphs.py records what a CUDA graph captures, and replays it;
-* megatron.py and torch_adam.py replace what Megatron-Core takes from CUDA packages;
-* gloo gets an uneven all-gather, and an all-to-all that takes split sizes as tensors.
+* collectives.py gives gloo what Megatron-Core expects of NCCL;
+* megatron.py and torch_adam.py replace what Megatron-Core takes from CUDA packages.
 
 Nothing is replaced where CUDA is available. `uninstall` puts back the very objects it found,
 except where another replacement was made since.
@@ -25,9 +25,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
+from megatron_snip.patches.cpu.collectives import one_by_one, plain_splits, uneven_all_gather
 from megatron_snip.patches.cpu.device import constant, cuda_answers, local_ranks
 from megatron_snip.patches.cpu.megatron import megatron_replacements
 from megatron_snip.patches.cpu.tensors import CudaOnCpu, active_modes, in_backward
@@ -129,8 +131,9 @@ def _torch_replacements(
     yield torch.accelerator, "is_available", constant(False)
     yield torch.accelerator, "current_accelerator", constant(None)
     yield _BaseDataLoaderIter, "__init__", _without_draws(_BaseDataLoaderIter.__init__)
-    yield dist, "all_to_all_single", _plain_splits(dist.all_to_all_single)
-    yield dist, "all_gather", _uneven_all_gather(dist.all_gather)
+    yield dist, "all_to_all_single", plain_splits(dist.all_to_all_single)
+    yield dist, "all_gather", uneven_all_gather(dist.all_gather)
+    yield dist, "_coalescing_manager", one_by_one(distributed_c10d._coalescing_manager)
     yield DeviceMesh, "__init__", _mesh_of_cpus(DeviceMesh.__init__)
 
 
@@ -165,31 +168,3 @@ def _mesh_of_cpus(original: Callable[..., Any]) -> Callable[..., Any]:
         original(self, "cpu" if device_type == "cuda" else device_type, *args, **kwargs)
 
     return __init__
-
-
-def _plain_splits(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap all_to_all_single to take split sizes as arrays, as the MoE dispatcher passes them."""
-
-    @functools.wraps(original)
-    def all_to_all_single(*args: Any, **kwargs: Any) -> Any:
-        for name in ("output_split_sizes", "input_split_sizes"):
-            if hasattr(kwargs.get(name), "tolist"):
-                kwargs[name] = kwargs[name].tolist()
-        return original(*args, **kwargs)
-
-    return all_to_all_single
-
-
-def _uneven_all_gather(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap all_gather for ranks that differ in their first dimension: each one broadcasts."""
-
-    @functools.wraps(original)
-    def all_gather(tensor_list: Any, tensor: Any, group: Any = None, async_op: bool = False) -> Any:
-        if len({tuple(target.shape) for target in tensor_list}) == 1:
-            return original(tensor_list, tensor, group=group, async_op=async_op)
-        tensor_list[dist.get_rank(group)].copy_(tensor)
-        for rank, target in enumerate(tensor_list):
-            dist.broadcast(target, group=group, group_src=rank)
-        return None
-
-    return all_gather

@@ -1,8 +1,7 @@
 """Megatron-Core on the CPU: what it takes from Transformer Engine, Apex or CUDA without a fallback.
 
 A norm under sequence parallelism, the MoE router's GEMM, optimizer state on load, the compiled
-dataset helpers, pipeline outputs that stay alive until gloo has sent them, and weights
-of several types that gloo gathers together.
+dataset helpers, and pipeline outputs that stay alive until gloo has sent them.
 """
 
 import argparse
@@ -10,13 +9,11 @@ import copy
 import functools
 import os
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed import distributed_c10d
 
 from megatron_snip.patches.cpu import torch_adam
 from megatron_snip.patches.cpu.device import constant
@@ -57,6 +54,9 @@ def megatron_replacements() -> Iterator[tuple[Any, str, Any]]:
     """Return (owner, attribute, new value) for Megatron-Core; `torch.cuda` is replaced before."""
     from megatron.core.datasets import utils as dataset_utils
     from megatron.core.distributed import param_and_grad_buffer
+    from megatron.core.distributed.fsdp.src.megatron_fsdp import (
+        param_and_grad_buffer as fsdp_param_and_grad_buffer,
+    )
     from megatron.core.pipeline_parallel import schedules
     from megatron.core.tensor_parallel import random as tensor_parallel_random
     from megatron.core.transformer import multi_token_prediction
@@ -69,8 +69,8 @@ def megatron_replacements() -> Iterator[tuple[Any, str, Any]]:
     yield tensor_parallel_random, "device_ctx_manager", torch.cuda.device
     yield WrappedTorchNorm, "__new__", _norm_under_sequence_parallel(WrappedTorchNorm.__new__)
     yield schedules, "get_model_config", _without_deallocation(schedules.get_model_config)
-    coalesced = _gathered_as_bytes(param_and_grad_buffer._coalescing_manager)
-    yield param_and_grad_buffer, "_coalescing_manager", coalesced
+    for importer in (param_and_grad_buffer, fsdp_param_and_grad_buffer):
+        yield importer, "_coalescing_manager", vars(torch.distributed)["_coalescing_manager"]
     if not hasattr(moe_utils, "te_general_gemm"):
         # 0.16.1 asks `te_general_gemm is not None` without defining it when TE is absent.
         yield moe_utils, "te_general_gemm", None
@@ -99,30 +99,6 @@ def _without_deallocation(original: Callable[..., Any]) -> Callable[..., Any]:
         return config
 
     return get_model_config
-
-
-def _gathered_as_bytes(
-    original: Callable[..., AbstractContextManager[Any]],
-) -> Callable[..., AbstractContextManager[Any]]:
-    """Wrap the manager of collectives that run as one.
-
-    gloo copies tensors that are gathered together to one buffer of the first one's type. Values of
-    another type are lost: those of BF16 weights beside the bytes of FP8 or NVFP4 weights.
-    """
-
-    @functools.wraps(original)
-    @contextmanager
-    def manager(group: Any = None, *args: Any, **kwargs: Any) -> Iterator[Any]:
-        group = group or torch.distributed.group.WORLD
-        with original(group, *args, **kwargs) as works:
-            yield works
-            for operation in distributed_c10d._world.pg_coalesce_state.get(group, ()):
-                output = operation.dst_tensor
-                if output is not None and operation.redop is None:  # a gather
-                    operation.tensor = operation.tensor.view(torch.uint8)
-                    operation.dst_tensor = output.view(torch.uint8)
-
-    return manager
 
 
 def _norm_under_sequence_parallel(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -51,7 +51,6 @@ def install(capability: tuple[int, int] = (10, 0), release: str = RELEASES[0]) -
     cpu.install(claim_cuda=True, capability=capability)
     torch.version.cuda = torch.version.cuda or "13.0"  # blockwise FP8 needs 12.9
     torch.Tensor.is_cuda = property(_is_cuda)
-    torch.distributed._coalescing_manager = _NothingCoalesced
     from tests.te_on_cpu import probe
 
     probe.install()
@@ -68,19 +67,6 @@ def _is_cuda(_: torch.Tensor) -> bool:
     """Whether a tensor is on the GPU, for Transformer Engine: always. Megatron hears the truth."""
     caller = sys._getframe(1).f_globals.get("__name__", "")
     return str(caller).startswith("transformer_engine")
-
-
-class _NothingCoalesced:
-    """gloo coalesces nothing: each collective inside has ended when it returns."""
-
-    def __init__(self, *_: Any, **__: Any) -> None: ...
-
-    def __enter__(self) -> "_NothingCoalesced":
-        return self
-
-    def __exit__(self, *_: Any) -> None: ...
-
-    def wait(self) -> None: ...
 
 
 def _load_extension(common: ModuleType) -> None:

@@ -1,7 +1,7 @@
 """The CPU layer: its answers, and an uninstallation that puts back every object."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,6 +13,7 @@ import torch.distributed as dist
 from megatron.core import datasets
 from megatron.core.datasets import utils as dataset_utils
 from megatron.core.distributed import param_and_grad_buffer
+from megatron.core.distributed.fsdp.src.megatron_fsdp import param_and_grad_buffer as fsdp_buffer
 from megatron.core.optimizer import distrib_optimizer
 from megatron.core.pipeline_parallel import schedules
 from megatron.core.tensor_parallel import random as tensor_parallel_random
@@ -38,6 +39,7 @@ OWNERS = (
     dist,
     dataset_utils,
     param_and_grad_buffer,
+    fsdp_buffer,
     schedules,
     tensor_parallel_random,
     moe_utils,
@@ -145,21 +147,44 @@ class NamesCudaInBackward(torch.autograd.Function):
         return grad * torch.full((), 3.0, device="cuda")
 
 
-@pytest.mark.usefixtures("patched")
-def test_weights_of_several_types_are_gathered_together() -> None:
-    """gloo alone reads all of them as the first one's type."""
+@pytest.fixture
+def one_rank(patched: None) -> Iterator[dist.ProcessGroup]:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        given = [torch.arange(8, dtype=torch.uint8), torch.linspace(-1, 1, 8).bfloat16()]
-        found = [torch.zeros_like(each) for each in given]
-        group = dist.group.WORLD
-        with param_and_grad_buffer._coalescing_manager(group, async_ops=True) as work:
-            for output, shard in zip(found, given, strict=True):
-                dist.all_gather_into_tensor(output, shard, group=group, async_op=True)
-        work.wait()
-    finally:
-        dist.destroy_process_group()
+    yield dist.group.WORLD
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("importer", [param_and_grad_buffer, fsdp_buffer, dist])
+def test_weights_of_several_types_are_gathered_together(
+    one_rank: dist.ProcessGroup, importer: Any
+) -> None:
+    """gloo alone reads all of them as the first one's type."""
+    given = [torch.arange(8, dtype=torch.uint8), torch.linspace(-1, 1, 8).bfloat16()]
+    found = [torch.zeros_like(each) for each in given]
+    with importer._coalescing_manager(one_rank, async_ops=True) as work:
+        for output, shard in zip(found, given, strict=True):
+            dist.all_gather_into_tensor(output, shard, group=one_rank, async_op=True)
+    work.wait()
     assert all(map(torch.equal, found, given))
+
+
+def test_collectives_that_run_as_one_do_not_share_gloos_threads(
+    one_rank: dist.ProcessGroup,
+) -> None:
+    """Names of coalesced operations crash a process that has two of them in flight."""
+    x = torch.arange(4.0)
+    scattered, gathered, reduced = torch.zeros(4), torch.zeros(4), x.clone()
+    calls: list[Callable[[], Any]] = [
+        lambda: dist.reduce_scatter_tensor(scattered, x, op=dist.ReduceOp.SUM),
+        lambda: dist.all_gather_into_tensor(gathered, x),
+        lambda: dist.all_reduce(reduced, op=dist.ReduceOp.MAX),
+    ]
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        for call in calls:
+            with dist._coalescing_manager():
+                call()
+    assert all(torch.equal(found, x) for found in (scattered, gathered, reduced))
+    assert not [event.name for event in profile.events() if "coalesced" in event.name]
 
 
 @pytest.mark.usefixtures("patched")
