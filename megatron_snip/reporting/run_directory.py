@@ -48,7 +48,7 @@ from megatron_snip.divergence.quality_loss import divergences_dict
 from megatron_snip.errors import UsageError
 from megatron_snip.files import parse_json, without_nan, write_atomic
 from megatron_snip.output import yaml_text
-from megatron_snip.planning.plan import write_plan
+from megatron_snip.planning.plan import PrecisionPlan, read_plan, write_plan
 from megatron_snip.planning.problem import write_problem
 from megatron_snip.reporting.events import (
     Event,
@@ -174,15 +174,20 @@ class RunDirectory:
 
     def _plan(self, iteration: int, applied: PlanApplied) -> None:
         plan = applied.plan
+        # Two plans have the same iteration if a run resumes with another plan while one is solved.
+        number = plan.iteration
+        while _holds_another(self._path("plans", number), plan):
+            number += 1
+        path = self._path("plans", number)
         if applied.resolved is not None:
-            self._write_json("precision", iteration, applied.resolved)
-        path = self._path("plans", plan.iteration)
+            resolved = {**applied.resolved, "plan_iteration": number}
+            self._write_json("precision", iteration, resolved)
         if applied.resumed and path.is_file():
             return  # its first application is in the metrics
         # First the file: `read_run` refuses a row that names a plan without a file.
         write_plan(plan, path)
         self._row |= {
-            "plan_iteration": plan.iteration,
+            "plan_iteration": number,
             "changed_linears": applied.num_changed,
             "wait_s": applied.waited_s,
         }
@@ -203,6 +208,14 @@ class RunDirectory:
         path = self.path / folder / f"{iteration}.json"
         path.parent.mkdir(exist_ok=True)
         return path
+
+
+def _holds_another(path: Path, plan: PrecisionPlan) -> bool:
+    """Return whether a file exists and holds another plan; a damaged one holds none."""
+    try:
+        return path.is_file() and read_plan(path).digest != plan.digest
+    except UsageError:
+        return False
 
 
 def open_run(

@@ -181,9 +181,11 @@ class RunPlans:
         plan, replaced = self.fitting.plan(plan_from_rank_0(make, self._control))
         if source is PlanSource.FILE:
             check_plan_file(replaced, self.config, len(self.stage_and_flops))
-        if state is not None and plan.digest != state.plan.digest:
-            # A plan's file is named by its iteration; the file of the checkpoint's plan is kept.
-            plan = plan.model_copy(update={"iteration": num_done})
+        # A plan's file is named by its iteration. That of another run could be the iteration of a
+        # later plan of this one, so a plan that is new here gets its own.
+        is_known = state is not None and plan.digest == state.plan.digest
+        number = state.plan.iteration if state is not None and is_known else num_done
+        plan = plan.model_copy(update={"iteration": number})
         changes = tuple(describe(replaced, len(self.stage_and_flops)))
         return FirstPlan(plan, source, changes, changed - {"plan_file"})
 

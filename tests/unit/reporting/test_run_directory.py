@@ -16,7 +16,8 @@ import yaml
 
 from megatron_snip.directory import MARKER, mark
 from megatron_snip.errors import UsageError
-from megatron_snip.planning.plan import PrecisionPlan, read_plan, write_plan
+from megatron_snip.options import BF16
+from megatron_snip.planning.plan import PrecisionPlan, assignment_digest, read_plan, write_plan
 from megatron_snip.planning.problem import read_problem
 from megatron_snip.reporting import run_directory
 from megatron_snip.reporting.events import Event, Metrics, Notice, Reporter, Settings
@@ -154,6 +155,23 @@ def test_a_resumed_run_appends_and_writes_its_plan_only_where_it_is_missing(tmp_
         again.close()
         assert [row.get("plan_iteration") for row in rows(tmp_path / folder)] == plans
         assert read_plan(tmp_path / folder / "plans" / "30.json") == PLAN
+
+
+def test_two_plans_of_one_iteration_have_a_file_each(tmp_path: Path) -> None:
+    """A run resumes with another plan in the iteration whose problem it solves again."""
+    linears = dict.fromkeys(PLAN.linears, BF16)
+    changes = {"linears": linears, "digest": assignment_digest(linears)}
+    other = PLAN.model_copy(update=changes)
+    run = RunDirectory(tmp_path)
+    for iteration, plan, is_resumed in ((31, PLAN, False), (33, other, False), (34, other, True)):
+        run.write(Event(iteration, applied(SHAPE, plan, resumed=is_resumed)))
+        run.write(Event(iteration, Metrics({})))
+    run.close()
+    assert [row.get("plan_iteration") for row in rows(tmp_path)] == [30, 31, None]
+    for number, plan in ((30, PLAN), (31, other)):
+        assert read_plan(tmp_path / "plans" / f"{number}.json") == plan
+    precision = json.loads((tmp_path / "precision" / "33.json").read_text())
+    assert precision["plan_iteration"] == 31
 
 
 @pytest.mark.parametrize(

@@ -61,6 +61,26 @@ def test_where_the_first_plan_comes_from(
     assert (found.source, options_of(found.plan)) == (source, options.split())
 
 
+@pytest.mark.parametrize(
+    ("stopped", "collect_only", "iteration"),
+    [(None, False, 0), (["fp8", "fp4", "fp4"], True, 6), (["fp4", "fp8", "fp8"], True, 3)],
+)
+def test_a_plan_of_another_run_is_numbered_by_this_ones_iterations(
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    stopped: list[str] | None,
+    collect_only: bool,
+    iteration: int,
+) -> None:
+    """Else this run's plan of iteration 300 would take its file; a known plan keeps its number."""
+    monkeypatch.chdir(tmp_path)
+    write_plan(plan_of(["fp4", "fp8", "fp8"], iteration=300), FILE)
+    given = {"plan_file": FILE, "collect_only": collect_only}
+    state = None if stopped is None else state_of(plan_of(stopped, iteration=3), **given)
+    found = run_plans(**given).first_plan(state, 0)
+    assert (found.source, found.plan.iteration) == (PlanSource.FILE, iteration)
+
+
 def test_a_plan_file_with_another_plan_than_before_is_another_plan_file(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
