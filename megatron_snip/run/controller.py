@@ -458,7 +458,7 @@ class SnipController:
             self._reporter.notify(iteration, "guard", outcome.message)
         if outcome.fallback is None:
             return
-        self._solve.drop()  # its problem was measured under the reverted plan
+        self._replanner.drop()  # a problem that may have been measured under the reverted plan
         # A plan's file is named by its iteration: another number keeps the fallback's own file.
         plan = outcome.fallback.model_copy(update={"iteration": iteration})
         self._guard.reverted(self.plan, plan, iteration)

@@ -104,6 +104,15 @@ class Replanner:
             problem = attempt("planning anew", make, self._control)
             self.submit(iteration, self._plans.fitting.problem(problem))
 
+    def drop(self) -> None:
+        """All ranks: forget what is being solved; call it before a revert replaces the plan.
+
+        A target that only the dropped problem had is planned for again.
+        """
+        if self._solve.is_under_way:
+            self._solve.drop()
+            self.target = self._current.plan.target
+
     def submit(self, iteration: int, problem: PlanningProblem, apply_at: int | None = None) -> None:
         """All ranks: give a problem to the solver.
 

@@ -114,8 +114,27 @@ def test_a_new_target_is_planned_for_once_so_that_its_plan_is_in_time(policy: st
     assert run.pending is None
     run.replanner.plan_for_new_target(48)
     assert run.pending == (48, 50, 0.75) and run.replanner.target == 0.75
-    run.solve.drop()
+    run.solve.drop()  # its plan was applied
     run.replanner.plan_for_new_target(49)
+    assert run.pending is None
+
+
+@pytest.mark.parametrize("policy", ["snip", "last-blocks"])
+def test_after_a_revert_a_new_target_whose_problem_was_dropped_is_planned_for_again(
+    policy: str,
+) -> None:
+    run = Run(policy=policy, **CHANGING)
+    run.replanner.plan_for_new_target(48)
+    run.replanner.drop()
+    assert run.pending is None and run.replanner.target == PLAN.target
+    run.replanner.plan_for_new_target(49)
+    assert run.pending == (49, 51, 0.75)
+
+
+def test_after_a_revert_without_a_problem_nothing_is_planned() -> None:
+    run = Run(former_target=0.75, **CHANGING)
+    run.replanner.drop()
+    run.replanner.plan_for_new_target(60)
     assert run.pending is None
 
 
