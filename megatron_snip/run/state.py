@@ -82,9 +82,17 @@ class ControllerState:
     def after(self, iteration: int) -> Self:
         """Return the state for weights of another iteration: what was in flight is dropped.
 
-        So is what the guard knew: losses, fallback and refused plans.
+        So is what the guard knew (losses, fallback and refused plans), and the history of plans
+        that followed that iteration.
         """
-        return replace(self, iteration=iteration, schedule=ScheduleState(), solve=None, guard=None)
+        return replace(
+            self,
+            iteration=iteration,
+            history=tuple(entry for entry in self.history if entry[0] <= iteration),
+            schedule=ScheduleState(),
+            solve=None,
+            guard=None,
+        )
 
     def to_dict(self) -> dict[str, Any]:
         """Return the dict described above."""

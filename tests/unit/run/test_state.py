@@ -109,6 +109,8 @@ def test_a_checkpoints_state_is_resumed(
     if state is not None:
         assert (state.iteration, state.schedule.refreshed) == (iteration, refreshed)
         assert state.plan == PLAN
+        # The next checkpoint has it, and must be read.
+        assert state.history == (((4, PLAN.digest),) if iteration >= 4 else ())
     assert warning in (found or "") and bool(warning) == (found is not None)
 
 
