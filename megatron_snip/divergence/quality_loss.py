@@ -54,6 +54,7 @@ from megatron_snip.config import LossDivergence, SnipConfig
 from megatron_snip.files import without_nan
 from megatron_snip.options import BF16, Option
 from megatron_snip.planning.problem import LinearChoices, OptionCost, PlanningProblem
+from megatron_snip.planning.restrictions import Refusals
 from megatron_snip.statistics.records import LinearStatistics, StatisticsTable
 from megatron_snip.topology import LinearInfo
 from megatron_snip.types import GEMM_OPERANDS, Gemm, Operand
@@ -128,16 +129,19 @@ def divergence_table(
     options: Sequence[Option],
     lowest_format: str,
     config: SnipConfig,
+    refusals: Refusals | None = None,
     warn: bool = True,
 ) -> DivergenceTable:
     """Compute every option's divergences and quality loss at every linear.
 
     Args:
         table: The statistics.
-        options: The options that every linear may choose, in the order of falling precision. A
-            linear that no backward reached may choose the first one only.
+        options: The options that a linear may choose, in the order of falling precision. A linear
+            that no backward reached may choose that of its pin only, or else the first one that it
+            can run.
         lowest_format: The lowest precision among the formats.
-        config: SNIP's settings, of which `loss_divergence` and `weight_lambda` are used.
+        config: SNIP's settings, of which `loss_divergence`, `weight_lambda` and `pins` are used.
+        refusals: The options that linears cannot run.
         warn: Whether to log what is forbidden; one rank of many is enough.
     """
     lowest = Option.uniform(lowest_format)
@@ -147,15 +151,20 @@ def divergence_table(
     loss_sum = finite_sum(_or_nan(loss_of, linear, lowest) for linear in table.linears)
     weight_sum = finite_sum(_or_nan(weight_of, linear, lowest) for linear in table.linears)
     linears: dict[str, dict[Option, OptionDivergence]] = {}
-    unmeasured = [linear.name for linear in table.linears if not _was_measured(linear)]
-    if warn and unmeasured:
+    kept = {
+        linear.name: config.pin_of(linear.name) or _highest(linear.name, options, refusals or {})
+        for linear in table.linears
+        if not _was_measured(linear)
+    }
+    if warn and kept:
         text = "no backward reached %d of %d linears, such as %s: they get %s (frozen layers?)"
-        logger.warning(text, len(unmeasured), len(table.linears), unmeasured[0], options[0])
+        first = next(iter(kept))
+        logger.warning(text, len(kept), len(table.linears), first, kept[first])
     for linear in table.linears:
         by_option = {}
         for option in options:
             if not _was_measured(linear):
-                by_option[option] = _unmeasured_divergence(is_highest=option == options[0])
+                by_option[option] = _unmeasured_divergence(option == kept[linear.name])
                 continue
             loss = _or_nan(loss_of, linear, option)
             weight = _or_nan(weight_of, linear, option)
@@ -327,10 +336,16 @@ def _was_measured(linear: LinearStatistics) -> bool:
     return linear.microbatches > 0
 
 
-def _unmeasured_divergence(is_highest: bool) -> OptionDivergence:
-    """Return what keeps a linear that was not measured at its highest precision."""
-    value = 0.0 if is_highest else math.nan
-    return OptionDivergence(value, value, 0.0 if is_highest else None, value, value)
+def _highest(linear: str, options: Sequence[Option], refusals: Refusals) -> Option:
+    """Return the option of the highest precision that a linear can run; the first without any."""
+    runnable = (option for option in options if linear not in refusals.get(option, {}))
+    return next(runnable, options[0])
+
+
+def _unmeasured_divergence(is_kept: bool) -> OptionDivergence:
+    """Return what keeps a linear that was not measured at one option."""
+    value = 0.0 if is_kept else math.nan
+    return OptionDivergence(value, value, 0.0 if is_kept else None, value, value)
 
 
 def _or_nan(

@@ -310,7 +310,10 @@ class Observations:
         # than `config.lowest_format`. It has equally few bits: `available_options` refuses a run
         # that has no format of so few bits.
         lowest = lowest_precision(self._formats).name
-        return divergence_table(self.mean, self._available.options, lowest, self._config, warn)
+        available = self._available
+        return divergence_table(
+            self.mean, available.options, lowest, self._config, available.refusals, warn
+        )
 
     def state_dict(self) -> StatisticsTable | None:
         """Return what a checkpoint keeps: the running mean."""

@@ -22,6 +22,7 @@ from megatron_snip.divergence.quality_loss import (
 )
 from megatron_snip.options import Granularity, Option, enumerate_options
 from megatron_snip.planning.problem import PlanningProblem
+from megatron_snip.planning.restrictions import Refusals
 from megatron_snip.statistics.records import LinearStatistics
 from megatron_snip.topology import LinearInfo
 from tests.unit.divergence.build import errors, linear, table
@@ -88,10 +89,11 @@ def divergences(
     formats: tuple[str, ...] = ("fp8", "fp4"),
     granularity: Granularity = "linear",
     warn: bool = True,
+    refusals: Refusals | None = None,
     **config: Any,
 ) -> DivergenceTable:
     options = enumerate_options(formats, granularity)
-    return divergence_table(table(*rows), options, "fp4", SnipConfig(**config), warn)
+    return divergence_table(table(*rows), options, "fp4", SnipConfig(**config), refusals, warn)
 
 
 def two() -> list[LinearStatistics]:
@@ -184,6 +186,23 @@ def test_a_linear_that_no_backward_reached_keeps_the_highest_precision(
     costs = planning_problem(found, target=0.5).linears[-1].options
     assert costs["fp8"].scores["norms"] == 0.0
     assert (costs["fp8"].quality_loss, costs["fp4"].quality_loss) == (0.0, None)
+
+
+@pytest.mark.parametrize(
+    ("pins", "refused", "kept"),
+    [((), (), BF16), (("*.layers.8.*=fp4",), (), FP4), ((), (BF16,), FP8), ((), (BF16, FP8), FP4)],
+)
+def test_it_keeps_the_option_of_its_pin_or_the_highest_that_it_can_run(
+    pins: tuple[str, ...], refused: tuple[Option, ...], kept: Option
+) -> None:
+    """Else the planner would have no option for it, and no refresh would make a plan."""
+    name = "decoder.layers.8.mlp.linear_fc1"
+    refusals = {option: {name: "weights are stored in FP8"} for option in refused}
+    formats = ("bf16", "fp8", "fp4")
+    frozen = LinearStatistics(name, 0, 128, 128, 1.0)
+    found = divergences(*two(), frozen, formats=formats, refusals=refusals, pins=pins)
+    losses = {option: found.linears[name][option].quality_loss for option in (BF16, FP8, FP4)}
+    assert losses == dict.fromkeys(losses) | {kept: 0.0}
 
 
 def test_where_nothing_is_hurt_or_measured_everything_is_free() -> None:
