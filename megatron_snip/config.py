@@ -82,8 +82,8 @@ class ScheduleFields(Section):
     """Iterations between two refreshes. A refresh measures, solves and applies a plan."""
 
     start_step: Count = 100
-    """Iteration of the first refresh (from 1). Early moments of Adam are noisy; before ten steps of
-    the optimizer a refresh waits."""
+    """Iteration of the first refresh; the first iteration is 1. Early moments of Adam are noisy;
+    before ten steps of the optimizer a refresh waits."""
 
     lag: Count = 2
     """Iterations between measuring and applying a plan. Training continues meanwhile. The lag
@@ -106,7 +106,7 @@ class MeasureFields(Section):
     iterations, and each of them costs less."""
 
     stat_decay: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.5
-    """Weight of earlier measurements in the running mean of second-order statistics."""
+    """Weight of earlier measurements in the running mean of the statistics (all but `first`)."""
 
     loss_divergence: LossDivergence = "fisher"
     """Estimator of the loss divergence: `fisher` (second order) or the paper's
@@ -130,21 +130,22 @@ class PlanFields(Section):
     cost: EfficiencyMeasure = "flops"
     """What the target counts: `flops`, or `time`: 0.75 then asks for 75 % of the seconds that the
     fastest options would save against BF16. With `time` every linear may use BF16, and none gets an
-    option that is not faster. --snip-collect-only makes no plans: then `time` only adds bf16 to the
-    formats."""
+    option that is not faster. With --snip-collect-only, which makes no plans, `time` only has the
+    effect that bf16 is measured as well."""
 
     calibration: Path = Path(AUTO)
-    """Seconds for --snip-cost time: a file of `megatron-snip calibrate`, or `auto`: measure
-    Transformer Engine's linears with this model's shapes at the start (seconds), and keep
-    them in calibration.json of the output directory."""
+    """Seconds for --snip-cost time: a file of `megatron-snip calibrate`, or `auto`: time
+    Transformer Engine's linears with this model's shapes at the start, which takes some seconds,
+    and keep the times in calibration.json of the output directory."""
 
     target_schedule: tuple[str, ...] = ()
     """ITERATION:TARGET, comma separated: the efficiency target from each iteration on, such as
-    0:0,200:0.75,9000:0.5; 9500:~0 ramps linearly to 0. A new target needs no new measurement."""
+    0:0,200:0.75,9000:0.5. 9500:~0 lets it fall linearly from the point before, to 0 at 9500. A new
+    target needs no new measurement."""
 
     heal_from: Annotated[float, Field(gt=0.0, le=2**53)] | None = None
-    """Iteration, or fraction of the run (up to 1), from which the target falls in steps to 0 at the
-    end."""
+    """Iteration, or fraction of the run (up to 1), from which the target falls in steps to 0,
+    shortly before the end."""
 
     heal_order: Literal["plan", "forward", "backward"] = "plan"
     """What healing raises first: `plan` (what the quality losses say), `forward` (fprop) or
@@ -183,9 +184,8 @@ class PlanFields(Section):
 
     plan_file: Path | None = None
     """Start with this plan, a plans/<iteration>.json of another run. It must agree with the pins
-    and use only the formats, bf16 or what the job runs. A resumed run starts with it if it is
-    another plan than in the stopped run's file, whatever the paths, and else goes on with the
-    checkpoint's plan."""
+    and use only the formats, bf16 or what the job runs. A resumed run uses it only if it holds
+    another plan than the file of the stopped run did. Paths do not matter."""
 
 
 class GuardFields(Section):
@@ -209,7 +209,8 @@ class ReportFields(Section):
     underflow, saturated, scale_spread, gemm_sqnr_db, amax, gradient_norm, update_ratio."""
 
     output_dir: Path | None = None
-    """Directory for plans, problems, divergences and metrics. Default: snip/ below --save."""
+    """Directory for plans, problems, divergences and metrics. Default: snip/ below --save,
+    or below the working directory."""
 
     reference: Path | None = None
     """A run, usually in BF16, or its metrics.jsonl: the report shows the gap of the loss to it."""
@@ -274,7 +275,7 @@ class SnipConfig(ScheduleFields, MeasureFields, PlanFields, GuardFields, ReportF
         return self
 
     def check_pins(self) -> None:
-        """Refuse a pin to an option that the formats do not have. They must not be `auto`.
+        """Refuse a pin to an option that the formats do not have; call it once `auto` is resolved.
 
         Raises:
             UsageError: for the first such pin.
@@ -402,8 +403,8 @@ class SnipConfig(ScheduleFields, MeasureFields, PlanFields, GuardFields, ReportF
         if not end < begin < train_iters:
             limits = f"{end} (end of target_schedule) and {train_iters} (of the run)"
             raise UsageError(f"got iteration {begin}, must be between {limits}", field="heal_from")
-        # The last target of 0 comes early enough for its plan to train: a plan that is on its way
-        # may take a measurement and a lag, and the new plan another lag.
+        # The target reaches 0 early enough that some iterations run under its plan. At worst a
+        # refresh is under way, which takes its parts and a lag; then the last plan takes a lag.
         last = max(begin + 1, train_iters - 2 * self.lag - self.iterations_per_refresh)
         start_of_ramp = Point(begin, points[-1].target)
         end_of_ramp = Point(last, 0.0, ramp=True)

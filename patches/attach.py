@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import logging
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -53,7 +54,7 @@ def attach(
     Raises:
         SnipError: on every rank, if the settings or the checkpoint's state do not fit the model.
     """
-    from megatron_snip.collectives import unless_refused
+    from megatron_snip.collectives import attempt, unless_refused
     from megatron_snip.linears.availability import resolve_formats
     from megatron_snip.linears.discovery import current_topology
     from megatron_snip.patches.graphs import Graphs
@@ -65,7 +66,9 @@ def attach(
     unless_refused("checking the model", lambda: check_modules(model), topology.control)
     config = resolve_formats(config, model, topology.control)
     num_done = int(getattr(args, "iteration", 0) or 0)
-    state, warning = resumed_state(session.loaded_state, num_done)
+    # Each rank has read its own file of some checkpoint formats, and may have found it damaged.
+    resume = partial(resumed_state, session.loaded_state, num_done)
+    state, warning = attempt("reading the checkpoint's state", resume, topology.control)
     if warning is not None and topology.rank == 0:
         logger.warning("snip: %s", warning)
     has_one_length = not getattr(args, "variable_seq_lengths", False)

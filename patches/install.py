@@ -78,9 +78,9 @@ MEGATRON_LM = Loop(
         setup.validation_before_0_18,
         setup.model_setup,
         train_step.train_step,
-        train_step.step_end,
-        train_step.evaluation,
-        train_step.evaluations,
+        train_step.report_step,
+        train_step.evaluate,
+        train_step.note_test_set,
         train_step.forward_backward_func,
         checkpoint.save,
         checkpoint.load,
@@ -145,7 +145,7 @@ def _install_loop(loop: Loop, asked: set[Mode]) -> None:
     try:
         REGISTRY.install(asked, loop.patches)
     except UnsupportedError:
-        REGISTRY.session.reached_loop = True  # the script ends here, and the error says why
+        REGISTRY.session.found_megatron = True  # the script ends here, and the error says why
         raise
 
 

@@ -83,7 +83,8 @@ BRIDGE = Package("megatron-bridge", "megatron.bridge", ">=0.6,<0.7")
 """Older ones, from 0.3 on, have the functions too; they run with a warning."""
 
 Mode = Literal["always", "--snip", "--cpu"]
-"""When `install` installs a patch: if this is among what is asked for."""
+"""The runs that a patch is for: all that `install` is called for ("always"), those with SNIP, or
+those without a GPU."""
 
 _ABSENT = object()
 
@@ -96,8 +97,9 @@ class Session:
         cli_flags: `--snip-*` flags of the command line, by attribute of the namespace.
         config: settings of a SnipCallback, which take the place of flags, or None.
         has_callback: whether the script has created a SnipCallback.
-        reached_loop: whether a training loop of Megatron's was reached, or its parser.
-        args: the job's settings, where a loop has noted them before it builds the model.
+        found_megatron: whether the script turned out to be one of Megatron's: it has reached
+            Megatron-LM's parser or Megatron-Bridge's loop.
+        args: under Megatron-Bridge the job's settings, noted before the model is built; else None.
         makes_plans: whether linears may change; False if SNIP only measures.
         controller: attached to the model, or None.
         loaded_state: SNIP's state in the checkpoint that Megatron has loaded, or None.
@@ -105,14 +107,14 @@ class Session:
             outside of one.
         evaluates_test_set: whether an evaluation of the test set runs.
         graphs: CUDA graphs and the plans under which they were captured; None without a controller.
-        graph_helpers: the arguments that each object of Megatron's which captures layers was made
-            from, by that object.
+        graph_helpers: {helper: arguments of its constructor}, of the objects with which Megatron
+            captures layers in CUDA graphs.
     """
 
     cli_flags: dict[str, Any] = field(default_factory=dict)
     config: SnipConfig | None = None
     has_callback: bool = False
-    reached_loop: bool = False
+    found_megatron: bool = False
     args: Namespace | None = None
     makes_plans: bool = True
     controller: SnipController | None = None
@@ -174,7 +176,7 @@ class Patch:
         attribute: the function's name there; `Class.method` for a method.
         needs: parameters that its signature must have, or take as keywords.
         returns: items of the tuple that it must return, where the handler reads them; else 0.
-        when: what it is installed for.
+        when: the runs that it is for.
         optional: it is left out where the function or a parameter is missing.
         handler: runs in place of each call; None if SNIP patches instances, not the class.
     """

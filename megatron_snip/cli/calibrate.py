@@ -42,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--linear", metavar="GLOB=OUTxIN", type=_shape, action="append", default=[], help=text)
     text = "tokens in a GEMM [a microbatch of --config, else 1024]"
     add("--tokens", metavar="M", type=integer, help=text)
-    text = "what to measure, without what Transformer Engine cannot run here [all]"
+    text = "formats to measure; those that Transformer Engine cannot run here are left out [all]"
     add("--formats", metavar="A,B,...", default=",".join(FORMATS), help=text)
     add("--seconds", metavar="S", type=positive, default=0.5, help="per GEMM and format [0.5]")
     add("--output", metavar="TABLE.json", type=Path, required=True, help="where the table goes")

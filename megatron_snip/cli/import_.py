@@ -31,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("files", metavar="FILE.yaml", type=Path, nargs="+", help=text)
     text = "names and sizes of the model's linears: problems/<iteration>.json of a run"
     add("--problem", metavar="PROBLEM.json", type=Path, required=True, help=text)
-    text = "what linears run that the file does not override, such as fp8 or nvfp4 [bf16]"
+    text = "option of the linears that the file does not name, such as fp8 or nvfp4 [bf16]"
     add("--base", metavar="OPTION", default="bf16", help=text)
     text = "experts are modules of their own (no --moe-grouped-gemm)"
     add("--sequential-experts", action="store_true", help=text)

@@ -63,7 +63,7 @@ def add_planning_flags(parser: argparse.ArgumentParser) -> None:
     text = "fix the option of these linears, e.g. 'decoder.layers.0.*=fp8'; may be repeated"
     add("--pin", metavar="GLOB=OPTION", type=_pair, dest="pins", action="append", help=text)
     for which in ("first", "last"):
-        text = f"fix the option of each block's {which} N layers"
+        text = f"fix the option of the {which} N layers (of the decoder, and of an encoder)"
         add(f"--{which}-layers", metavar="N=OPTION", type=_edge, help=text)
     text = "what efficiency counts: FLOPs in the lowest precision, or seconds saved [flops]"
     add("--cost", choices=get_args(EfficiencyMeasure), help=text)

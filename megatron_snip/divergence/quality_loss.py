@@ -10,7 +10,8 @@ still about wgrad: its error if wgrad had dgrad's format.)
 
 Only fprop changes the loss of the iteration. `fisher` orders linears; it is 15 to 700 times smaller
 than the change of the loss (docs/measuring.md). `first_plus_fisher` is the paper's |first| + fisher
-(SNIP, arXiv:2602.01410, Sec. 4); the sign of `first` belongs to its batch.
+(SNIP, arXiv:2602.01410, Sec. 4). It is not the default, because the sign of `first` changes from
+batch to batch.
 
 The weight divergence scores the change of the next optimizer updates. `local_square` = |D * eW|^2 /
 |update|^2 is the change of the linear's own update through wgrad. The change of all updates through
@@ -18,13 +19,15 @@ fprop grows with `aligned_fisher`. kappa makes the fprop terms, summed over line
 precision, 4 sqrt(n) times the sum of `local_square`; n is the number of microbatches in the
 iteration. Errors of wgrad are nearly independent from microbatch to microbatch; errors of fprop
 partly repeat, because every microbatch sees the same rounded weight. The change of earlier layers'
-updates through dgrad is small and about equal at all linears; an eighth of `local_square` stands
-for it. The factors come from brute force on one model (5 layers of width 192), and
-docs/measuring.md judges them on others.
+updates through dgrad is small and about equal at all linears, so only its size matters. An eighth
+of `local_square` in dgrad's format stands for it, because that grows with the format's error as
+well. The factors come from one model (5 layers of width 192) on which the change of the updates was
+measured linear by linear; docs/measuring.md judges them on others.
 
 The scores of the baselines are sums over the GEMMs. A and B are the operands of a GEMM, and C is
 the third of X, W and G. Each operand has one error in all GEMMs: that of X and W as fprop tiles
-them, and of G as wgrad does. `norms` is a bound by Frobenius norms, after the paper's:
+them, and of G as wgrad does. `norms` bounds the change of the loss, such as <G, eY> for fprop, by
+Frobenius norms, after the paper's:
 
     abs_error = sum of |Q(A) - A| + |Q(B) - B|
     rel_error = sum of |Q(A) - A| / |A| + |Q(B) - B| / |B|
@@ -117,8 +120,8 @@ class DivergenceTable:
     def of_lowest(self) -> list[OptionDivergence]:
         """Return each linear's divergences in the uniform lowest precision, in model order.
 
-        Where that option was not measured, the linear's last option stands in: options are in the
-        order of falling precision.
+        Where that is not among the options of the run (fp8,fp8-fp4-fp4), the last option stands in:
+        options are in the order of falling precision.
         """
         uniform = Option.uniform(self.lowest_format)
         return [row.get(uniform) or list(row.values())[-1] for row in self.linears.values()]
@@ -196,7 +199,7 @@ def planning_problem(table: DivergenceTable, target: float) -> PlanningProblem:
     for linear in table.statistics.linears:
         costs = {}
         for option, divergence in table.linears[linear.name].items():
-            norms = divergence.abs_error  # 0 or NaN, as all scores of such a linear
+            norms = divergence.abs_error  # of a linear that was not measured: as its other scores
             if _was_measured(linear):
                 norms = _or_nan(norm_bound, linear, option)
             scores = {
@@ -314,7 +317,7 @@ def _operand_errors(linear: LinearStatistics, option: Option) -> Iterator[tuple[
 
 
 def norm_bound(linear: LinearStatistics, option: Option) -> float:
-    """Return the sum over GEMMs of the bound of their errors by Frobenius norms."""
+    """Return `norms` of the module's docstring."""
     total = 0.0
     for gemm in Gemm:
         if option[gemm] == "bf16":

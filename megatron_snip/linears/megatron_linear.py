@@ -66,7 +66,7 @@ class SimulatedLinear(ABC):
         return BF16
 
     @property
-    def is_untouched(self) -> bool:
+    def runs_as_job(self) -> bool:
         """Whether the module runs as the job runs it."""
         return self.option == BF16
 

@@ -128,7 +128,7 @@ class PlannedModel:
     def experts_run_as_the_job(self) -> bool:
         """Whether every expert of this rank is untouched."""
         experts = (each for each in self.linears if each.placements[0].expert is not None)
-        return all(expert.is_untouched for expert in experts)
+        return all(expert.runs_as_job for expert in experts)
 
     def measured_formats(self, names: Iterable[str]) -> dict[str, Format]:
         """Return how each format is quantized where it runs, without bf16."""

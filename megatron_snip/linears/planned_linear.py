@@ -38,7 +38,7 @@ class PlannedLinear(Protocol):
         """The option that stands for what the job itself runs."""
 
     @property
-    def is_untouched(self) -> bool:
+    def runs_as_job(self) -> bool:
         """Whether the module runs as the job runs it."""
 
     @property

@@ -8,12 +8,12 @@ as a block-scaled tensor-core GEMM does up to the order of its accumulation. On 
 dequantized operands of large GEMMs are BF16 (`matmul_fp32`). A bf16 GEMM is a plain product in
 its operands' dtype; only a wgrad that is added into an FP32 `main_grad` has an FP32 result.
 
-The autograd function does what pretraining uses of Megatron's own one: the all-gather of the input
-over the tensor-parallel group under sequence parallelism (in the forward, and overlapped with dgrad
-in the backward), the reduce-scatter or all-reduce of the input gradient overlapped with wgrad,
-accumulation into `main_grad` with `grad_added_to_main_grad`, bias, and frozen weights. The forward
-saves this rank's X for the backward. Where X quantized for wgrad takes no more memory than X, the
-forward quantizes X for both GEMMs at once, and saves the quantized X of wgrad instead.
+The autograd function has those features of Megatron's own that pretraining uses: the all-gather of
+the input over the tensor-parallel group under sequence parallelism (in the forward, and overlapped
+with dgrad in the backward), the reduce-scatter or all-reduce of the input gradient overlapped with
+wgrad, accumulation into `main_grad` with `grad_added_to_main_grad`, bias, and frozen weights. The
+forward saves this rank's X for the backward. Where X quantized for wgrad takes no more memory than
+X, the forward quantizes X for both GEMMs at once, and saves the quantized X of wgrad instead.
 
 Shapes: M tokens, K in_features, N out_features.
 """
@@ -59,10 +59,11 @@ class LinearCall:
         tp_group: process group of the tensor axis; `sequence_parallel` and `allreduce_dgrad` need
             it.
         cache: holds the quantized weight; None quantizes it in every GEMM.
-        saves_input: save X itself for the backward, not its quantized form.
+        saves_input: save X itself for the backward, not its quantized form. Needed where Megatron
+            frees or offloads the inputs of linears, and restores them for the backward.
         output_dtype: dtype of Y of a quantized fprop; None is X's.
-        delayed_scale: returns the scale of an operand for delayed scaling, and notes its amax; then
-            all three GEMMs have that format.
+        delayed_scale: returns the scale of an operand for delayed scaling, and notes its amax. If
+            it is given, all three GEMMs have that format.
         defer_wgrad: gets wgrad's operands, Q(G) and Q(X) of all gathered tokens, and a function of
             both that returns dW. It calls the function after the backward. None computes dW in the
             backward.
@@ -165,7 +166,7 @@ class _QuantizedLinear(torch.autograd.Function):
             else:  # what was gathered is in a buffer that the next linear overwrites
                 x = x.clone() if call.sequence_parallel else x
                 call.defer_wgrad(g_col[0], x.flatten(0, -2), wgrad)
-            if call.fuse_wgrad:
+            if call.fuse_wgrad:  # also if wgrad is deferred: DDP must not wait for this gradient
                 dw = _flag_as_added(weight)
         db = g.sum(dim=0) if ctx.use_bias else None
         if reducing is not None:

@@ -105,7 +105,8 @@ def frontier(
 
     Returns:
         The policy's plan at each target, in ascending order of targets; None where no plan reaches
-        the target. The plans of policy `snip` are the best ones found, within the gap.
+        the target. The plans of policy `snip` are optimal to within `settings.gap`, unless the time
+        limit ends the search.
 
     Raises:
         UsageError: if problem and settings do not fit each other.

@@ -8,8 +8,8 @@
     plan       after the last measurement of a refresh all ranks make a planning problem, and rank
                0 gives it to the solver's process; its plan is due `lag` iterations later
 
-If measuring, planning or applying fails on one rank, all ranks keep the current plan, warn once and
-continue. A plan under which the loss jumps or is NaN is reverted (guard.py).
+If measuring, planning or applying fails on one rank, all ranks keep the current plan and continue,
+and rank 0 warns. A new plan that makes the loss jump or NaN is reverted (guard.py).
 """
 
 from collections.abc import Sequence
@@ -66,7 +66,8 @@ class SnipController:
         forward_backward    in each iteration, in place of its forward-backward function
         end_iteration       after each iteration and its evaluation
         evaluation          around each evaluation
-        end_evaluation      after each evaluation; after the last iteration it adds to its metrics
+        end_evaluation      after each evaluation. After the last iteration it adds what the
+                            evaluation found to that iteration's metrics
         state               for each checkpoint
         close               at the end
 
@@ -74,8 +75,9 @@ class SnipController:
         config: the settings, with the formats that `auto` means here.
         model: the planned linears.
         metrics: collects an iteration's metrics; for training loops that do not collect their own.
-        evaluations: names the evaluations, and decides in which precision they run. Where that is
-            `both`, it collects how much the plan raises their loss, for the next metrics.
+        evaluations: names the evaluations, and decides in which precision they run. With
+            `--snip-eval-precision both` it keeps the loss increase of each evaluation until an
+            iteration's metrics are reported.
     """
 
     def __init__(
@@ -113,10 +115,10 @@ class SnipController:
 
         Raises:
             UsageError: on every rank, if the policy is unknown, a pin or the plan file does not
-                fit the model, they contradict each other, healing does not fit the run, or no plan
-                reaches the target.
+                fit the model, the plan file contradicts another setting, healing does not fit the
+                run, or no plan reaches the target.
             UnsupportedError: on every rank, if the backend cannot run the model's linears or the
-                lowest precision among the formats, or the target cannot count seconds.
+                lowest precision among the formats, or `--snip-cost time` cannot time them.
         """
         if state is not None:
             num_done = state.iteration
@@ -167,8 +169,8 @@ class SnipController:
     ) -> None:
         """All ranks: make what the controller drives.
 
-        All but `evaluations` are owners: they have a state of their own, `state_dict` and
-        `load_state_dict`.
+        All but `evaluations` own an entry of SNIP's state in a checkpoint (`state_dict`,
+        `load_state_dict`).
         """
         config = self.config
         runtime = self.model.runtime
@@ -215,8 +217,9 @@ class SnipController:
             function: Megatron's forward-backward function.
             kwargs: keyword arguments of `function`, among them `data_iterator` and `model`; under
                 Megatron's `calculate_per_token_loss` also `micro_batch_size`, `num_microbatches`
-                and `seq_length`. Without `num_microbatches` predicted seconds are those of one
-                microbatch. Gradients are zero before, as in Megatron's `train_step`.
+                and `seq_length`. Without `num_microbatches` the saving that is reported with a
+                new plan is that of one microbatch. The caller has zeroed the gradients, as
+                Megatron's `train_step` does.
 
         Returns:
             What `function` returns.
@@ -224,14 +227,14 @@ class SnipController:
         set_iteration(iteration)
         self.evaluations.begin_iteration(iteration)
         self._guard.begin(iteration)
-        self._note_state_before(iteration)
+        is_repeated = self._note_state_before(iteration)
         self._apply_due_plan(iteration, kwargs.get("num_microbatches", 1))
         self._begin_due_refresh(iteration)
         # Which part of the linears this iteration measures; None: it does not measure.
         part = self._schedule.take_part(iteration)
         observation = None
         runs_unfused_before = part is not None and self.model.has_fused_mlps
-        may_repeat = self._guard.is_watching or runs_unfused_before
+        may_repeat = self._guard.is_judging or runs_unfused_before
         step = TrainingStep(function, kwargs, may_repeat)
         if part is None:
             self._replanner.plan_for_new_target(iteration)
@@ -239,11 +242,11 @@ class SnipController:
             num_parts = self._schedule.iterations_per_refresh
             observation = self._observations.begin(iteration, part, num_parts)
             self._observations.observe_unfused(observation, iteration, step)
-        with self._observations.watching(observation):
+        with self._observations.observing(observation):
             outcome = self._guard.run(iteration, step, self.plan)
         self._take_guards_decision(iteration, outcome)
         self._observations.end(observation, step, outcome)
-        if part is not None or outcome.was_watched:
+        if part is not None or outcome.was_judged or is_repeated:
             self._current.step_times.leave_out()
         if self._schedule.is_last(part):
             self._finish_refresh(iteration)
@@ -255,8 +258,8 @@ class SnipController:
         Args:
             iteration: Megatron's iteration (1-based).
             metrics: values by name, such as `loss`, `grad_norm` and `lr`. `step_s`, in seconds, is
-                not reported if the iteration measured, was watched by the guard, or was the first
-                under its plan or in this process.
+                not reported if the iteration measured, was judged by the guard, was repeated by
+                Megatron, or was the first under its plan or in this process.
         """
         self.evaluations.end_iteration()
         self._has_trained = True
@@ -378,8 +381,8 @@ class SnipController:
         self._current.start(former_plan, num_done, may_change=self._schedule.changes_plans)
         if state is not None and state.plan.digest != self.plan.digest:
             # The guard judges the new plan, and may fall back to the stopped run's plan, made to
-            # fit this run. If that is the new plan itself, the fallback stays what it was in the
-            # stopped run.
+            # fit this run. But the new plan may be just that. Then the fallback stays what it was
+            # in the stopped run.
             former, _ = self._plans.fitting.plan(state.plan)
             continues_former_plan = former.digest == self.plan.digest
             fallback = self._guard.state.good if continues_former_plan else former
@@ -387,7 +390,7 @@ class SnipController:
         for text in self._differences(state, first):
             self._reporter.warn(text)
         if state is not None and self._schedule.changes_plans:
-            with self._current.kept_on_error(num_done):
+            with self._current.kept_on_error(num_done + 1):
                 self._replanner.resume(state, first)
 
     def _differences(self, state: ControllerState | None, first: FirstPlan) -> list[str]:
@@ -403,10 +406,15 @@ class SnipController:
 
     # ---- an iteration, in order -----------------------------------------------------------------
 
-    def _note_state_before(self, iteration: int) -> None:
-        """Keep the state before an iteration; where Megatron repeats one, that of its first run."""
-        if self._before is None or self._before.iteration != iteration - 1:
-            self._before = self._state_now(iteration - 1)
+    def _note_state_before(self, iteration: int) -> bool:
+        """Keep the state before an iteration; return whether Megatron repeats the iteration.
+
+        Then the state before its first run stays.
+        """
+        if self._before is not None and self._before.iteration == iteration - 1:
+            return True
+        self._before = self._state_now(iteration - 1)
+        return False
 
     def _apply_due_plan(self, iteration: int, num_microbatches: int) -> None:
         """All ranks: if the solver's plan is due, get it from rank 0 and apply it."""
@@ -415,12 +423,12 @@ class SnipController:
         with self._current.kept_on_error(iteration):
             plan, waited_s = self._solve.take_plan()
             if self._schedule.plans_without_statistics:
-                plan = without_objective(plan)
+                plan = without_objective(plan)  # all quality losses of its problem were 0
             self._check(plan)
             self._current.apply(plan)
             if changed_linears(self.plan, plan):
                 self._guard.plan_changed(self.plan)
-            # Under the former plan: `replace` starts anew.
+            # This is read first, because `replace` starts the mean of the new plan.
             mean_step_s = self._current.step_times.mean_s
             saving_s = self._plans.saving_s(plan, num_microbatches)
             text = self._current.replace(iteration, plan, waited_s, saving_s).summary
@@ -438,7 +446,8 @@ class SnipController:
         """All ranks: begin a refresh that is due, or wait for the optimizer's moments."""
         if not self._schedule.is_due(iteration, self._guard.state.refresh_at):
             return
-        # A plan may still be on its way, after a refresh for the guard or for a new target.
+        # A plan may still be on its way: one for a new target, or one after a refresh out of turn
+        # (the guard's).
         if self._solve.is_under_way:
             self._schedule.leave_out(iteration)
             return
@@ -459,7 +468,8 @@ class SnipController:
         if outcome.fallback is None:
             return
         self._replanner.drop()  # a problem that may have been measured under the reverted plan
-        # A plan's file is named by its iteration: another number keeps the fallback's own file.
+        # A plan's file is named by the plan's iteration. The copy gets this one, so that it does
+        # not overwrite the file that the fallback already has.
         plan = outcome.fallback.model_copy(update={"iteration": iteration})
         self._guard.reverted(self.plan, plan, iteration)
         num_changed = len(changed_linears(self.plan, plan))

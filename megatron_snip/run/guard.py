@@ -1,18 +1,20 @@
 """The guard: reverts a plan that makes the loss jump or NaN.
 
-It judges at least the first 50 iterations after a plan change; loss_monitor.py says what a spike
-is. At a spike everything that the attempt changed is restored, and the iteration runs again under
-the fallback plan. So a NaN that a plan causes never reaches the weights. The two losses decide:
+It judges the first 50 iterations after a plan change, and more while a series of spikes lasts;
+loss_monitor.py says what a spike is. At a spike everything that the attempt changed is restored,
+and the iteration runs again under the fallback plan. So no NaN of a judged iteration reaches the
+weights if the plan caused it. The two losses decide:
 
     the plan is to blame      it is reverted: the fallback stays, and the plan is refused if it
-                              comes again (the last 16 are known). If no other plan was reverted
-                              since one was judged good, the next iteration measures again
+                              comes again (the last 16 reverted plans are remembered). After the
+                              first revert the next iteration measures again. If the plan of that
+                              refresh is reverted too, the next refresh waits for its turn
     the plan is not to blame  the data or the learning rate caused the loss, and the plan stays; a
                               loss that is NaN under both is left to Megatron's own check
 
 A gradient that is not finite counts as a loss that is not finite. The fallback is the first of
 these that differs from the current plan: the plan before the change; what the job itself runs, with
-the pins. If none differs, the guard stops watching until the next plan change.
+the pins. If none differs, the guard judges nothing until the next plan change.
 
 Outside the iterations that are judged the loss is summed asynchronously after the backward, and
 read at the end of the iteration.
@@ -47,8 +49,9 @@ class GuardState(Record):
 
     Attributes:
         loss: the losses and the watch.
-        good: the plan before the last change, or None before the first one. It was never judged if
-            the next change came within 50 iterations.
+        good: the plan to fall back to, unless it is the current one: the plan before the change,
+            or after a revert the fallback. It is taken for good, also if it was replaced before its
+            50 iterations were over. None: none is known.
         refused: digests of plans that were reverted.
         num_reverted: plans reverted since one was last judged good.
         refresh_at: iteration from which a refresh is wanted because a plan was reverted, or None.
@@ -68,14 +71,14 @@ class Outcome:
     Attributes:
         results: what Megatron's function returned in the run that counts.
         num_runs: how often it ran; more than once only after a spike.
-        was_watched: whether the plan was judged by this iteration's loss.
+        was_judged: whether the plan was judged by this iteration's loss.
         fallback: the plan to continue with, or None to keep the current one.
         message: what happened, one line; None without a spike.
     """
 
     results: Results
     num_runs: int = 1
-    was_watched: bool = False
+    was_judged: bool = False
     fallback: PrecisionPlan | None = None
     message: str | None = None
 
@@ -98,8 +101,8 @@ class Guard:
         """Start without losses.
 
         Args:
-            sigmas: smallest jump of the loss that counts (`--snip-guard-sigmas`); None judges
-                nothing.
+            sigmas: smallest jump of the loss that counts, in standard deviations of its noise
+                (`--snip-guard-sigmas`); it must be 20 % at least. None judges nothing.
             model: the planned linears.
             optimizer: Megatron's, whose gradients are zeroed before a second run.
             job_fallback: given the current plan and the iteration, returns what the job itself
@@ -118,7 +121,7 @@ class Guard:
         self._before: tuple[int, GuardState] | None = None
 
     @property
-    def is_watching(self) -> bool:
+    def is_judging(self) -> bool:
         """Whether the current plan is being judged."""
         return self.state.loss.watch is not None
 
@@ -143,7 +146,7 @@ class Guard:
         self.state = self.state.model_copy(update={"good": good, "loss": loss})
 
     def begin(self, iteration: int) -> None:
-        """Make ready for an iteration, before `is_watching` is read.
+        """Make ready for an iteration, before `is_judging` is read.
 
         If Megatron repeats the iteration that ran last, its former run is forgotten, unless that
         run reverted the plan.
@@ -154,7 +157,7 @@ class Guard:
         self.read_loss()
 
     def read_loss(self) -> None:
-        """Add the loss of the last unwatched iteration, whose sum began after its backward."""
+        """Add the loss of the last iteration that was not judged; its sum is under way."""
         pending = self._pending_loss
         self._pending_loss = None
         if pending is not None:
@@ -169,8 +172,8 @@ class Guard:
             plan: the current plan, which is applied.
         """
         self._before = iteration, self.state
-        if self.is_watching:
-            return self._run_watched(iteration, step, plan)
+        if self.is_judging:
+            return self._run_judged(iteration, step, plan)
         results = self._run(iteration, step)
         if self.is_on:
             self._pending_loss = StepLoss(results, self._topology)
@@ -181,7 +184,7 @@ class Guard:
         with self._model.runtime.training_pass(iteration):
             return step.run()
 
-    def _run_watched(self, iteration: int, step: TrainingStep, plan: PrecisionPlan) -> Outcome:
+    def _run_judged(self, iteration: int, step: TrainingStep, plan: PrecisionPlan) -> Outcome:
         """Run an iteration and judge its loss; after a spike run it again under the fallback."""
         snapshot = TrainingStateSnapshot(step.chunks)
 
@@ -196,20 +199,23 @@ class Guard:
         loss = self._measure_loss(results, step)
         if loss is None or not self.state.loss.is_spike(loss):
             self._add(loss)
-            return Outcome(results, was_watched=True)
+            return Outcome(results, was_judged=True)
 
         text = f"loss {loss:.4g} under {plan.label}"
         fallback = self._fallback(plan, iteration)
         if fallback is None:
-            # Megatron's own checks did not see a NaN of the first run (`tolerating_non_finite`).
-            # They see it in this one.
-            results = run_again(plan)
-            unwatched = LossMonitor(recent=self.state.loss.recent)
-            self.state = self.state.model_copy(update={"loss": unwatched})
+            num_runs = 1
+            if not math.isfinite(loss):
+                # Megatron's own checks did not see the NaN (`tolerating_non_finite`). Now they do.
+                results = run_again(plan)
+                num_runs = 2
+            no_watch = LossMonitor(recent=self.state.loss.recent)
+            self.state = self.state.model_copy(update={"loss": no_watch})
             message = f"{text}; no other plan to fall back to"
-            return Outcome(results, num_runs=2, was_watched=True, message=message)
+            return Outcome(results, num_runs, was_judged=True, message=message)
 
-        # If the fallback's loss is not finite, and the plan's was, the plan runs again below.
+        # A NaN of the fallback must not end the job if the plan's loss was finite: the plan runs
+        # again below. If both are NaN, Megatron's own checks must see it.
         tolerating = tolerating_non_finite() if math.isfinite(loss) else nullcontext()
         with tolerating:
             results = run_again(fallback)
@@ -217,10 +223,11 @@ class Guard:
         fallback_loss = math.nan if measured is None else measured
         text += f", {fallback_loss:.4g} under {fallback.label}"
         if self.state.loss.blames_plan(loss, fallback_loss):
-            return Outcome(results, num_runs=2, was_watched=True, fallback=fallback, message=text)
+            return Outcome(results, num_runs=2, was_judged=True, fallback=fallback, message=text)
 
-        # The plan stays. The gradients of the fallback's run are in place and as good, so training
-        # goes on with them. Only if they are not finite, and the plan's were, the plan runs again.
+        # The plan stays. The gradients are those of the fallback's run. This one update uses them,
+        # which saves a third run. Only if they are not finite, and the plan's were, the plan runs
+        # again.
         num_runs = 2
         if math.isfinite(loss) and not math.isfinite(fallback_loss):
             results = run_again(plan)
@@ -228,7 +235,7 @@ class Guard:
         self._add(loss)
         self._model.apply(plan.linears)
         message = f"{text}; keeping the plan"
-        return Outcome(results, num_runs, was_watched=True, message=message)
+        return Outcome(results, num_runs, was_judged=True, message=message)
 
     def _fallback(self, plan: PrecisionPlan, iteration: int) -> PrecisionPlan | None:
         """Return what replaces the current plan after a spike; None if nothing else is left."""
@@ -274,8 +281,8 @@ class Guard:
         """Add an iteration's loss; the current plan may be judged good by it."""
         if loss is None:
             return
-        was_watching = self.is_watching
+        was_judging = self.is_judging
         self.state = self.state.model_copy(update={"loss": self.state.loss.add(loss)})
-        is_judged_good = was_watching and not self.is_watching
+        is_judged_good = was_judging and not self.is_judging
         if is_judged_good:
             self.state = self.state.model_copy(update={"num_reverted": 0})

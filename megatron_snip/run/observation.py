@@ -74,8 +74,8 @@ class Observation:
     dispatch: ExpertDispatch
 
     @contextmanager
-    def running(self) -> Iterator[None]:
-        """Watch the linears inside the block; how they run does not change."""
+    def observing(self) -> Iterator[None]:
+        """Observe the linears inside the block; how they run does not change."""
         with self.dispatch.counting(), self.runtime.observed_by(self.observer):
             yield
 
@@ -138,7 +138,7 @@ class Observations:
         """All ranks: whether AdamW's moments have seen enough steps on every rank."""
         try:
             steps = steps_of_moments(self._optimizer)
-        except Exception as error:  # `begin` reads the moments, too: there it fails on all ranks
+        except Exception as error:  # `begin` reads them again, and there all ranks get the error
             log_failure(logger, "reading the optimizer's steps", error)
             steps = None
         is_young = steps is not None and steps < MIN_OPTIMIZER_STEPS
@@ -168,8 +168,8 @@ class Observations:
         names = frozenset(linear.name for linear in measured)
         weights = self._model.weights(names)
         try:
-            # `--cpu` inspects every call of torch, to redirect those that name CUDA. No call here
-            # does, so the inspection is skipped.
+            # Under `python -m megatron_snip --cpu` every call of torch is inspected, to redirect
+            # those that name CUDA. No call here does, so the inspection is skipped.
             with torch._C.DisableTorchFunction():
                 sensitivities = gather_sensitivities(weights, self._optimizer, self._topology)
         except RemoteFailure as failure:
@@ -188,7 +188,7 @@ class Observations:
         """All ranks: run a step once unfused and observe it, where MLPs run fused operations.
 
         Fused MLPs do not call their linears, so the step itself cannot be observed. What the
-        additional run changes is undone. Where no MLP is fused, this does nothing: `watching`
+        additional run changes is undone. Where no MLP is fused, this does nothing: `observing`
         observes the step.
 
         Args:
@@ -202,13 +202,13 @@ class Observations:
         before = TrainingStateSnapshot(step.chunks)
         runtime = self._model.runtime
         # Results that are not finite are left to the pass that counts.
-        with observation.running(), tolerating_non_finite(), runtime.training_pass(iteration):
+        with observation.observing(), tolerating_non_finite(), runtime.training_pass(iteration):
             step.run()
         before.restore()
         prepare_next_pass(step.chunks, self._optimizer)
         observation.observer.seconds = time.perf_counter() - begin
 
-    def watching(self, observation: Observation | None) -> AbstractContextManager[None]:
+    def observing(self, observation: Observation | None) -> AbstractContextManager[None]:
         """All ranks: return the context in which a step runs, and is observed if that is possible.
 
         Args:
@@ -216,7 +216,7 @@ class Observations:
         """
         if observation is None or self._model.has_fused_mlps:
             return nullcontext()
-        return observation.running()
+        return observation.observing()
 
     def end(self, observation: Observation | None, step: TrainingStep, outcome: Outcome) -> None:
         """All ranks: add up what was observed while a step ran.
@@ -224,14 +224,15 @@ class Observations:
         Args:
             observation: what `begin` returned.
             step: the iteration's forward-backward call.
-            outcome: how the step ended. What was measured counts only if the step ran once.
+            outcome: how the step ended. What was measured counts only if the step ran once: the
+                observer has added up all its runs.
         """
         if observation is None:
             return
         loss = StepLoss(outcome.results, self._topology).read()
         loss_scale = step.loss_scale()
         grad_scale = step.grad_scale(self._topology, loss_scale)
-        # Called by the table, so that an error on this rank is one of all ranks.
+        # `table` calls it, and turns an error of this rank into one of all ranks.
         norms = partial(
             weight_norms,
             observation.weights,
@@ -246,9 +247,9 @@ class Observations:
         except RemoteFailure as failure:
             self._fail(str(failure))
             return
-        # After the sums: if measuring failed on a rank, that is the reason to report.
+        # `table` comes first: if measuring failed as well, that is the reason to report.
         if outcome.num_runs > 1:
-            self._fail("the guard ran this iteration twice")
+            self._fail("the guard ran this iteration again")
             return
         of_part = {linear.name: linear for linear in health.linears}
         self._progress = replace(
@@ -271,7 +272,8 @@ class Observations:
     def suffice(self) -> bool:
         """Whether the linears were measured in every format of the options: enough for a plan.
 
-        Frozen first layers have no measurement, nor have experts that got no tokens.
+        Linears without a measurement do not count: frozen first layers, and experts that got no
+        tokens.
         """
         if self.mean is None:
             return False
@@ -307,8 +309,8 @@ class Observations:
     def _divergences(self, warn: bool) -> DivergenceTable:
         assert self.mean is not None, "something was measured"
         # `_formats` has only formats that some linear can run. So `lowest` may be another format
-        # than `config.lowest_format`. It has equally few bits: `available_options` refuses a run
-        # that has no format of so few bits.
+        # than `config.lowest_format`, but both have the same number of bits: `available_options`
+        # refuses a run in which no linear can run a format of that many.
         lowest = lowest_precision(self._formats).name
         available = self._available
         return divergence_table(

@@ -93,6 +93,9 @@ class Replanner:
             return
         if self._solve.is_under_way or not self._schedule.may_plan_for_new_target(iteration):
             return
+        # After a resume with other formats the measurements may lack them: the next refresh plans.
+        if not self._schedule.plans_without_statistics and not self._observations.suffice():
+            return
         self.target = target  # also if planning fails: it is not tried again
 
         def make() -> PlanningProblem:

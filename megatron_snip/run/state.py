@@ -1,8 +1,8 @@
-"""ControllerState: what a checkpoint keeps of SNIP, so that a resumed run replays exactly.
+"""ControllerState: what a checkpoint keeps of SNIP, so that a resumed run continues exactly.
 
 Plain built-in types both ways (`to_dict`, `from_dict`): the dict travels inside Megatron's
-checkpoints, which are read with `weights_only=True`. Schema version 3 has the state of each owner;
-an owner whose state is more than a value has `state_dict` and `load_state_dict`:
+checkpoints, which are read with `weights_only=True`. Schema version 3 has an entry for each part of
+the controller that owns one (docs/life-of-a-plan.md):
 
     {"version": 3, "iteration": int, "settings": {name: text},
      "plan": {a plan file's object}, "history": [[iteration, digest], ...],
@@ -15,11 +15,11 @@ an owner whose state is more than a value has `state_dict` and `load_state_dict`
      "delayed_scaling": {linear: base64}}
 
 `plan` and `history` are CurrentPlan's, `target` is the Replanner's, `delayed_scaling` is that of
-linears.delayed_scaling.
+linears.delayed_scaling. The others have the names of their owners.
 
-Version 2 has the same under other names, and is read. If the solver was working on a plan, its
-problem is stored: the resumed run solves it again, and with the same lag applies the plan at the
-same iteration.
+Version 2 has other names and no `due_since`; it is still read. If the solver was working on a plan,
+its problem is stored: the resumed run solves it again, and with the same lag applies the plan at
+the same iteration. Of a refresh in parts only its beginning is stored: it begins again.
 """
 
 import logging
@@ -56,8 +56,9 @@ class ControllerState:
         iteration: the last iteration done; 0 before training.
         plan: the current plan.
         history: (iteration, digest) of every plan that followed the run's first one, in order.
-        target: the target that a new one is compared with: that of the last plan that was asked
-            for, at first that of the first plan; None before there is one.
+        target: the target of the last planning problem, at first that of the first plan. A plan
+            is asked for if the target becomes another one. None: not yet, because the policy needs
+            measurements and there are none.
         schedule: when the last refresh began, and whether one is due.
         solve: what the solver works on, or None.
         guard: the losses and the refused plans; None without a guard.
@@ -79,7 +80,7 @@ class ControllerState:
     delayed_scaling: Mapping[str, str] = field(default_factory=dict)
     settings: Mapping[str, str] = field(default_factory=dict)
 
-    def after(self, iteration: int) -> Self:
+    def for_weights_of(self, iteration: int) -> Self:
         """Return the state for weights of another iteration: what was in flight is dropped.
 
         So is what the guard knew (losses, fallback and refused plans), and the history of plans
@@ -125,8 +126,8 @@ class ControllerState:
             got = shortened(repr(version), 80)
             raise UsageError(
                 f"{source}: version {got}; this megatron-snip reads version 2 or {SCHEMA_VERSION}; "
-                "resume with the megatron-snip that wrote it, or start anew with its last plan "
-                "(--snip-plan-file), under Megatron from the weights (--finetune)"
+                "resume with the megatron-snip that wrote it, or start a new run from its weights "
+                "(Megatron's --finetune) and its last plan (--snip-plan-file)"
             )
         value = value | {"guard": _guard(value.get("guard"), source)}
         try:
@@ -137,7 +138,7 @@ class ControllerState:
         return state
 
     def check_order(self, source: str) -> None:
-        """Refuse iterations that cannot have followed each other.
+        """Refuse a state whose iterations contradict each other.
 
         Raises:
             UsageError: one line that names `source` and the field.
@@ -158,7 +159,7 @@ class ControllerState:
                     f"{source}: {name} {iteration} is not among the {self.iteration} iterations "
                     "that are done"
                 )
-        # Its plan may have been due in an iteration that Megatron skipped: then `apply_at` is done.
+        # `apply_at` may be an iteration that is done: one that Megatron skipped.
         solve = self.solve
         if solve is not None and not solve.iteration < solve.apply_at <= _MAX_ITERATION:
             raise UsageError(
@@ -267,7 +268,7 @@ def resumed_state(loaded: Any, iteration: int) -> tuple[ControllerState | None, 
     state = ControllerState.from_dict(loaded, "SNIP state of the checkpoint")
     if state.iteration == iteration:
         return state, None
-    return state.after(iteration), (
+    return state.for_weights_of(iteration), (
         f"the checkpoint's SNIP state is of iteration {state.iteration} and training "
         f"resumes after {iteration}; its plan is used; a refresh in flight is dropped, and the "
         "guard starts anew"

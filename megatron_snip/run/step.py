@@ -35,7 +35,8 @@ ForwardBackward = Callable[..., Results]
 """Megatron's forward-backward function (`get_forward_backward_func()`); keyword arguments only."""
 
 Runner = Callable[..., Results]
-"""Runs Megatron's forward-backward function, its first argument, with keyword arguments."""
+"""A function that gets Megatron's forward-backward function and that one's keyword arguments, and
+calls it: once, or in two precisions."""
 
 
 def run_once(function: ForwardBackward, **kwargs: Any) -> Results:
@@ -77,8 +78,8 @@ class TrainingStep:
 
     Attributes:
         function: Megatron's forward-backward function.
-        kwargs: keyword arguments of `function`; `data_iterator`, `model` and `num_microbatches`
-            are among them.
+        kwargs: keyword arguments of `function`; `data_iterator` and `model` are among them. Under
+            `calculate_per_token_loss` `num_microbatches` is too.
         may_repeat: whether `run` may be called again. Then the step keeps its microbatches, in the
             memory of the host; else `function` gets the loop's own iterators.
     """

@@ -7,8 +7,8 @@ from typing import Any
 class StepTimes:
     """Adds up the seconds of ordinary iterations under the current plan.
 
-    An iteration is not ordinary if it measured, was watched by the guard, or was the first under
-    its plan or in this process.
+    An iteration is not ordinary if it measured, was judged by the guard, was repeated by Megatron,
+    or was the first under its plan or in this process.
     """
 
     def __init__(self) -> None:

@@ -43,12 +43,13 @@ from megatron_snip.types import Gemm, Operand
 
 _HEALTH_ERRORS = ("input_error", "weight_error", "grad_error_in_dgrad")
 """The errors of X, W and G that health reports: of X and W as fprop quantizes them, and of G as
-dgrad does. `grad_error`, without a GEMM in its name, is the error of G as wgrad quantizes it. It is
-a column of the table of statistics; scores of baselines use it."""
+dgrad does. (The column `grad_error`, without a GEMM in its name, is the error of G as wgrad
+quantizes it; scores of baselines use it.)"""
 
 
-_CHANGES = ("first", "fisher", "aligned_fisher")
-"""The columns that `totals` makes of sums over output features."""
+_LOSS_CHANGES = ("first", "fisher", "aligned_fisher")
+"""The columns that estimate the change of the loss; `totals` makes them of sums over output
+features."""
 
 
 class PartialSums(NamedTuple):
@@ -99,7 +100,8 @@ class _TokenPair(NamedTuple):
     Attributes:
         input: Q(X), [tokens, K].
         grad_output: Q(G), [tokens, output features].
-        original_grad_output: G before it was quantized; for wgrad after a Hadamard transform.
+        original_grad_output: G before it was quantized; for wgrad after the format's Hadamard
+            transform, if it has one.
     """
 
     input: Tensor
@@ -142,7 +144,8 @@ def partial_sums(
     outputs[0] = matmul_fp32(x, w.t())
     input_grads[0] = matmul_fp32(g, w)
     wgrad = matmul_fp32(operands.grad_output_tiles.t(), operands.input_tiles)
-    # Row norms, under the name of the sum of squares that `sums_of_squares` makes of them.
+    # Norms of rows. Each key is the column that `sums_of_squares` makes of them: it squares them,
+    # and adds them up.
     norms = {
         "input_square": row_norms(x),
         "grad_square": row_norms(g),
@@ -293,7 +296,7 @@ def totals(
         (columns of `records.py`, their values, FP64 [columns]); the columns of a format are named
         `format.column`. `fisher` lacks its factor T / N, `aligned_fisher` its factor T and
         `local_square` its divisor |update|^2, with T the tokens of the batch and N the
-        out_features.
+        out_features. (`local`: the change of the linear's own update, D * eW, and of no other's.)
     """
     names = _scalar_names(kind, formats)
     values = [sums.scalars.double()]
@@ -307,21 +310,23 @@ def totals(
         # without shards gives the same bits as either kind.
         values.append(by_token.sum(1, dtype=torch.float64).float().double())
     sizes = [1, 1 + len(formats), len(formats)]  # as `_token_sums` puts them together
-    grads, outputs, products = torch.split(tokens.double(), sizes)
+    grads, outputs, inner_products = torch.split(tokens.double(), sizes)
     names += _squares_of("output", formats)
     values.append(outputs.sum(1))
-    names += [f"{name}.{column}" for column in _CHANGES for name in formats]
-    first = products.sum(1)
+    names += [f"{name}.{column}" for column in _LOSS_CHANGES for name in formats]
+    first = inner_products.sum(1)
     fisher = 0.5 * (outputs[1:] * grads).sum(1)
-    aligned_fisher = 0.5 * products.square().sum(1)
+    aligned_fisher = 0.5 * inner_products.square().sum(1)
     values += [first, fisher, aligned_fisher]
     return names, torch.cat(values)
 
 
 def _token_sums(g: Tensor, outputs: Tensor) -> Tensor:
     """Return `PartialSums.tokens` of G [S, N] and (Y, eY of each format) [1 + F, S, N]."""
-    products = [torch.linalg.vecdot(g.float(), error.float()) for error in outputs[1:]]
-    return torch.cat([_token_squares(g)[None], _token_squares(outputs), torch.stack(products)])
+    inner_products = torch.stack(
+        [torch.linalg.vecdot(g.float(), error.float()) for error in outputs[1:]]
+    )
+    return torch.cat([_token_squares(g)[None], _token_squares(outputs), inner_products])
 
 
 def _scalar_names(kind: LinearKind, formats: Iterable[str]) -> list[str]:

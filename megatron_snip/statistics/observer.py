@@ -14,6 +14,9 @@ Ranks of a tensor axis exchange their sums within the backward, all in the same 
 fails to measure contributes zeros, and `table` raises on all ranks. Nothing waits for the device
 before `table`, except in MoE layers: there ranks exchange how many tokens each expert gets
 (linears/moe_dispatch.py).
+
+An expert's rows come from several data ranks, its senders. Each sender's rows are sampled as that
+rank would sample them without experts. Any other linear has one sender, this rank.
 """
 
 import time
@@ -137,7 +140,8 @@ class StepObserver:
         self._topology = topology
         self._sensitivities = sensitivities
         self._rows_by_sender = rows_by_sender
-        # A tensor's number is its amax, or its scale under delayed scaling.
+        # A tensor's number is what the scale of an entire tensor is made from: its amax, or under
+        # delayed scaling the scale itself.
         self._needs_numbers = any(fmt.needs_tensor_number for fmt in settings.formats.values())
         # All formats that rotate operands do it alike, so one amax of a rotated operand is enough.
         rotating = [fmt for fmt in settings.formats.values() if fmt.wgrad_hadamard]
@@ -153,7 +157,11 @@ class StepObserver:
         return self._rows.own.failure
 
     def restart(self) -> None:
-        """Forget what was observed: Megatron repeats the pass, and only its last run counts."""
+        """Forget what was observed.
+
+        Megatron repeats a pass within one call of its function if an expert's buffer was too small;
+        only the last pass counts.
+        """
         self._num_forwards.clear()
         self._rows.clear()
 
@@ -191,9 +199,9 @@ class StepObserver:
             return output
         if not (torch.is_grad_enabled() and output.requires_grad):
             return output  # an evaluation, or a forward that is recomputed later
-        # One shard, but a split input: the weight is replicated, and sequence parallelism splits
-        # the tokens over the model's tensor axis. (Without tensor parallelism both axes have
-        # size 1.)
+        # One shard, but a split input: the weight is replicated (a down-projection of latent
+        # attention), and sequence parallelism splits the tokens over the model's tensor axis.
+        # (Without tensor parallelism both axes have size 1.)
         is_replicated = input_is_split and placement.tensor.size == 1
         token_axis = self._topology.tensor if is_replicated else placement.tensor
         call = _Call(

@@ -162,10 +162,10 @@ _NOT_AVERAGED = frozenset({"microbatches", "tokens", "first"})
 def running_mean(
     mean: StatisticsTable | None, new: StatisticsTable, decay: float
 ) -> StatisticsTable:
-    """Return the exponential mean of second-order statistics after one more measurement.
+    """Return the exponential mean of the statistics after one more measurement.
 
     Linears that the new measurement did not observe keep their mean. `first` and the counts are
-    those of the last measurement: the sign of a first-order term belongs to its batch.
+    those of the last measurement: the sign of a first-order term changes from batch to batch.
 
     Args:
         mean: The mean of the measurements so far; None before the first.
@@ -182,8 +182,10 @@ def running_mean(
 def _blend(old: LinearStatistics | None, new: LinearStatistics, decay: float) -> LinearStatistics:
     if old is None or old.microbatches == 0:
         return new
-    if new.microbatches == 0:
+    if new.microbatches == 0 and new.formats.keys() <= old.formats.keys():
         return replace(old, stage=new.stage)
+    if new.microbatches == 0:  # its measurement was in other formats: no plan can use it
+        return new
     formats = {
         name: _mixed(old.formats.get(name, values), values, FORMAT_COLUMNS, decay)
         for name, values in new.formats.items()

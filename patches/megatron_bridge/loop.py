@@ -37,7 +37,7 @@ def final_settings(call: Call, session: Session) -> Any:
     if cpu.is_installed():
         set_for_cpu(cfg)
     result = call.run()
-    session.reached_loop = True
+    session.found_megatron = True
     session.args = settings_of(cfg)
     return result
 

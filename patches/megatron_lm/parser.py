@@ -13,7 +13,7 @@ from megatron_snip.patches.registry import Call, Session, patch
 def arguments(call: Call, session: Session) -> Any:
     """Add SNIP's flags; under `--cpu` also set the defaults of a run without GPUs."""
     parser = call.run()
-    session.reached_loop = True
+    session.found_megatron = True
     add_snip_arguments(parser)
     _escape_percent_signs(parser)
     if cpu.is_installed():

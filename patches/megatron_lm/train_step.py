@@ -1,4 +1,4 @@
-"""A training iteration of Megatron-LM's loop."""
+"""Training iterations and evaluations in Megatron-LM's loop."""
 
 from typing import Any
 
@@ -17,7 +17,7 @@ def train_step(call: Call, session: Session) -> Any:
 
 
 @patch(TRAINING, "post_training_step_callbacks", needs=("optimizer", "iteration"))
-def step_end(call: Call, session: Session) -> Any:
+def report_step(call: Call, session: Session) -> Any:
     """All ranks: report an iteration, after Megatron's log and evaluation."""
     result = call.run()  # a count of FLOPs that the training loop goes on with
     if session.controller is None:
@@ -36,13 +36,13 @@ def step_end(call: Call, session: Session) -> Any:
 
 
 @patch(TRAINING, "evaluate", needs=("forward_step_func",), returns=1)
-def evaluation(call: Call, session: Session) -> Any:
+def evaluate(call: Call, session: Session) -> Any:
     """Evaluate in the plan's precision, in BF16, or in both."""
     return run_evaluation(call, session, session.evaluates_test_set)
 
 
 @patch(TRAINING, "evaluate_and_print_results", needs=("prefix",), optional=True)
-def evaluations(call: Call, session: Session) -> Any:
+def note_test_set(call: Call, session: Session) -> Any:
     """Note whether this call evaluates the test set. Megatron passes that in a log prefix only."""
     session.evaluates_test_set = "on test set" in str(call.arguments["prefix"])
     try:
@@ -53,7 +53,7 @@ def evaluations(call: Call, session: Session) -> Any:
 
 @patch(TRAINING, "get_forward_backward_func")
 def forward_backward_func(call: Call, session: Session) -> Any:
-    """Return Megatron's forward-backward function, or what runs it in two precisions."""
+    """Return Megatron's forward-backward function, or within an evaluation what runs it there."""
     return function_of_evaluation(call, session)
 
 

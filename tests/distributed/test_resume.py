@@ -63,7 +63,7 @@ def resume(
             "plans": [[i, a.plan.iteration, a.resumed] for i, a in trainer.events.applied],
             "history": controller.history,
             "warnings": trainer.warnings,
-            "notices": [n.message for _, n in trainer.events.notices],
+            "notices": [(i, n.message) for i, n in trainer.events.notices],
         }
 
 
@@ -251,7 +251,8 @@ def test_a_problem_of_another_model_leaves_the_plan() -> None:
     }
     run = on_ranks("resume", changes={}, stop=IN_FLIGHT, damage={"solve": {"problem": problem}})
     assert run["plans"] == []
-    (notice,) = run["notices"]
+    ((iteration, notice),) = run["notices"]
+    assert iteration == IN_FLIGHT + 1  # not before the first plan's: W&B refuses earlier steps
     assert "the planning problem in the checkpoint is that of another model" in notice
 
 

@@ -45,4 +45,4 @@ def test_the_job_s_own_option_is_what_the_job_runs() -> None:
     losses(model)
     assert ran(under) == {("mxfp8", "bf16", "bf16")}
     assert set(map(str, under.job_options().values())) == {"fp8-bf16-bf16"}
-    assert all(linear.is_untouched for linear in under.linears)
+    assert all(linear.runs_as_job for linear in under.linears)

@@ -71,7 +71,7 @@ class FusedMLP:
     def _is_fused(self) -> bool:
         if self._runtime.observer is not None or self._runtime.in_bf16:
             return False
-        if all(linear.is_untouched for linear in self._linears):
+        if all(linear.runs_as_job for linear in self._linears):
             return True
         return len({linear.recipe for linear in self._linears}) == 1 and all(
             isinstance(linear, RecipeTELinear) and linear.stored is None for linear in self._linears
@@ -98,7 +98,7 @@ class FusedMLP:
 
     def _autocast(self) -> Any:
         linear = self._linears[0]
-        if linear.is_untouched or not isinstance(linear, RecipeTELinear):
+        if linear.runs_as_job or not isinstance(linear, RecipeTELinear):
             return nullcontext()
         extension: Any = sys.modules[EXTENSION]
         return extension._get_fp8_autocast_for_quant_params(

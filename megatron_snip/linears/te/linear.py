@@ -30,7 +30,8 @@ from megatron_snip.config import Backend
 from megatron_snip.errors import UnsupportedError
 from megatron_snip.formats import Format
 from megatron_snip.linears.runtime import Runtime
-from megatron_snip.linears.te.history import delayed_scales, keep_history
+from megatron_snip.linears.te.history import delayed_scales as scales_of_module
+from megatron_snip.linears.te.history import keep_history
 from megatron_snip.linears.te.job import job_option, job_recipe
 from megatron_snip.linears.te.machine import (
     RECIPES_PER_GEMM_IN_EXPERTS,
@@ -66,6 +67,7 @@ class RecipeTELinear:
 
     Attributes:
         planned_params: Megatron's TEQuantizationParams of the option.
+        runs_as_job: whether the option is what the job itself runs.
         stored: the weights, where the job stores them quantized, or None.
     """
 
@@ -101,12 +103,12 @@ class RecipeTELinear:
         # What the linear runs while the plan gives it the job's option.
         self._job_params = self._params_before_snip
         if self._job_recipe == BF16_RECIPE:
-            # A BF16 evaluation changes nothing in a BF16 job. `_before_forward` asks whether the
-            # parameters are this very object, and then replaces no stored weights.
+            # In a BF16 job a BF16 evaluation runs what the job runs. `_before_forward` compares
+            # the parameters by identity, so both names must hold one object.
             self._job_params = self._bf16_params
         # What the plan asks for; at first what the job runs.
         self._option = self.job_option
-        self.is_untouched = True
+        self.runs_as_job = True
         self._planned_recipe = self._job_recipe
         self.planned_params = self._job_params
         self.stored = stored_weights(module, self.weights)
@@ -125,18 +127,18 @@ class RecipeTELinear:
         if option == self._option:
             return
         self._option = option
-        was_untouched = self.is_untouched
-        self.is_untouched = self._is_the_jobs(option)
-        if was_untouched and self.is_untouched:
+        ran_as_job = self.runs_as_job
+        self.runs_as_job = self._is_the_jobs(option)
+        if ran_as_job and self.runs_as_job:
             return
-        if self.is_untouched:
+        if self.runs_as_job:
             self._planned_recipe = self._job_recipe
             self.planned_params = self._job_params
         else:
             self._planned_recipe = te_recipe(option, self._machine)
             self.planned_params = quant_params(self._planned_recipe)
         if self.stored is not None:
-            self.stored.keeps_copies = not self.is_untouched
+            self.stored.keeps_copies = not self.runs_as_job
         self._quantizers_recipe = None
         reset_quantizers(self.module)
 
@@ -159,12 +161,12 @@ class RecipeTELinear:
         Args:
             placement: which weight of the linear.
         """
-        if not self._has_history or delayed_scales(self.module) is None:
+        if not self._has_history or scales_of_module(self.module) is None:
             return None
         index = self.placements.index(placement)
 
         def read(fmt: Format) -> Tensor:  # the run has one format with delayed scaling
-            scales = delayed_scales(self.module, index)
+            scales = scales_of_module(self.module, index)
             assert scales is not None
             return scales
 
@@ -232,7 +234,7 @@ class RecipeTELinear:
         """Drop what was made from the weights of the step before."""
         # Quantized weights stay in a run that quantizes by default: there Transformer Engine
         # quantizes again into the same memory, to which captured CUDA graphs write.
-        if not self.is_untouched and not quantizes_by_default(self.module.config):
+        if not self.runs_as_job and not quantizes_by_default(self.module.config):
             self.module._fp8_workspaces.clear()
         if self.stored is not None:
             self.stored.begin_step()
@@ -264,21 +266,21 @@ class RecipeTELinear:
         """Return the recipe of the next forward; None if it is the job's own."""
         if self._runtime.in_bf16:
             return None if self._job_recipe == BF16_RECIPE else BF16_RECIPE
-        return None if self.is_untouched else self._planned_recipe
+        return None if self.runs_as_job else self._planned_recipe
 
     # Where an MLP's operations are fused, Megatron calls its linears' hooks with fewer arguments.
     def _before_forward(self, module: Any, args: Any, kwargs: Any = None) -> None:
         params = self._bf16_params if self._runtime.in_bf16 else self.planned_params
         module.te_quant_params = params
         self._overlap.set_recipe(self._recipe_in_forward())
-        if not self.is_untouched and torch.is_grad_enabled():
+        if not self.runs_as_job and torch.is_grad_enabled():
             drop_nvfp4_without_columns(module)
         if self.stored is not None and params is not self._job_params:
             self.stored.override()
         if self._quantizers_recipe is not None:
-            # A replayed CUDA graph leaves the run's recipe here. Then Transformer Engine would take
-            # the plan's recipe for a change of recipe, and free quantized weights that captured
-            # kernels write to.
+            # A replayed CUDA graph writes the job's recipe into `fp8_meta`. Transformer Engine
+            # would then see the plan's recipe as a new one, and free quantized weights that
+            # captured kernels write to.
             module.fp8_meta["recipe"] = self._quantizers_recipe
 
     def _after_forward(self, module: Any, args: Any, kwargs: Any, result: Any = None) -> Any:

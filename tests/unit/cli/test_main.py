@@ -139,7 +139,7 @@ if "AGAIN" not in os.environ:
 from megatron_snip.patches import cpu
 from megatron_snip.patches.install import REGISTRY
 print(json.dumps([sys.argv[1:], REGISTRY.session.cli_flags, cpu.is_installed()]))
-REGISTRY.session.reached_loop = True
+REGISTRY.session.found_megatron = True
 """
 
 
@@ -195,7 +195,7 @@ def test_a_script_that_never_trains_says_so(
     assert run_script(script) == 0
     assert capsys.readouterr().err == ""
     monkeypatch.setattr(REGISTRY.session, "cli_flags", {"snip_enabled": True})
-    monkeypatch.setattr(REGISTRY.session, "reached_loop", False)
+    monkeypatch.setattr(REGISTRY.session, "found_megatron", False)
     assert run_script(script) == 0
     assert "neither Megatron-LM's nor Megatron-Bridge's pretrain" in capsys.readouterr().err
 

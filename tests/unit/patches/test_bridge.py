@@ -202,7 +202,7 @@ def test_without_snip_nothing_is_attached(bridge: FakeBridge, attached: list[Any
     install_for(["--recipe", "x"])
     bridge.pretrain(cfg_of())
     assert attached == [] and len(bridge.calls) == 1
-    assert REGISTRY.session.reached_loop
+    assert REGISTRY.session.found_megatron
     assert REGISTRY.installed == {p.target for p in MEGATRON_BRIDGE.patches[:2]}
 
 

@@ -16,7 +16,7 @@ from megatron_snip.patches.registry import Registry, Session
 from megatron_snip.run.metrics import StepMetrics
 from megatron_snip.topology import Topology
 
-STEP_PATCHES = (train_step.train_step, train_step.step_end, train_step.evaluation)
+STEP_PATCHES = (train_step.train_step, train_step.report_step, train_step.evaluate)
 ARGUMENTS = ("step_func", "data", "model", "optimizer", "scheduler", "config")
 OPTIMIZER = SimpleNamespace(param_groups=[{"lr": 0.1}, {"lr": 0.3}, {"lr": None}])
 

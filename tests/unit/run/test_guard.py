@@ -21,7 +21,7 @@ FALLBACK = plan_of(["fp8-fp8-fp8"], iteration=2, objective=None, target=0.0)
 
 
 class Run:
-    """A watched iteration of a run with these losses, one for each forward-backward."""
+    """A judged iteration of a run with these losses, one for each forward-backward."""
 
     def __init__(self, *losses: float, num_spikes: int = 0) -> None:
         self.losses = list(losses)
@@ -40,7 +40,7 @@ class Run:
         """In the controller's order."""
         self.guard.begin(30)
         kwargs = {"data_iterator": iter(range(9)), "model": [self.chunk]}
-        step = TrainingStep(self._forward_backward, kwargs, self.guard.is_watching)
+        step = TrainingStep(self._forward_backward, kwargs, self.guard.is_judging)
         return self.guard.run(30, step, plan)
 
     def _forward_backward(self, **_: Any) -> list[dict[str, torch.Tensor]]:
@@ -75,13 +75,13 @@ def test_a_lasting_rise_does_not_blame_the_plan_if_the_fallback_gives_nan() -> N
     assert Run(9.0, 9.0, num_spikes=9).iterate().fallback is FALLBACK
 
 
-@pytest.mark.parametrize("is_watched", [False, True])
-def test_an_iteration_that_megatron_repeats_counts_once(is_watched: bool) -> None:
+@pytest.mark.parametrize("is_judged", [False, True])
+def test_an_iteration_that_megatron_repeats_counts_once(is_judged: bool) -> None:
     """With the loss of its last run; Megatron doubted the first one."""
 
     def states(*losses: float) -> GuardState:
         run = Run(*losses)
-        if not is_watched:
+        if not is_judged:
             run.guard.load_state_dict(GuardState(loss=LossMonitor(recent=(2.0,) * 20)))
         for _ in losses:
             run.iterate()
@@ -91,7 +91,7 @@ def test_an_iteration_that_megatron_repeats_counts_once(is_watched: bool) -> Non
     assert states(2.25, 2.125) == states(2.125)
 
 
-def test_a_repeated_iteration_is_watched_if_its_first_run_ended_the_watch() -> None:
+def test_a_repeated_iteration_is_judged_if_its_first_run_ended_the_watch() -> None:
     """Else its microbatches are not kept, and a spike in the repeated run ends the job."""
     run = Run(2.0, 9.0, 2.0)
     loss = run.guard.state.loss
@@ -99,8 +99,22 @@ def test_a_repeated_iteration_is_watched_if_its_first_run_ended_the_watch() -> N
     ending = loss.model_copy(update={"watch": loss.watch.model_copy(update={"left": 1})})
     run.guard.load_state_dict(GuardState(loss=ending, good=FALLBACK))
     assert run.iterate().fallback is None
-    assert not run.guard.is_watching
+    assert not run.guard.is_judging
     assert run.iterate().fallback is FALLBACK
+
+
+def test_without_a_fallback_only_a_loss_that_is_nan_runs_again() -> None:
+    """So that Megatron's own check sees it."""
+    run = Run(9.0)
+    run.guard.load_state_dict(GuardState(loss=run.guard.state.loss))
+    outcome = run.iterate()
+    assert (outcome.num_runs, outcome.fallback) == (1, None)
+    assert "no other plan to fall back to" in (outcome.message or "")
+    assert not run.guard.is_judging
+    run = Run(math.nan, math.nan)
+    run.guard.load_state_dict(GuardState(loss=run.guard.state.loss))
+    with pytest.raises(RuntimeError, match="found NaN"):
+        run.iterate()
 
 
 def test_a_loss_that_is_nan_under_both_plans_is_left_to_megatron() -> None:

@@ -144,6 +144,15 @@ def test_without_measurements_a_policy_that_needs_them_plans_for_no_new_target()
     assert run.pending is None and not run.notices
 
 
+def test_a_new_target_waits_for_measurements_in_the_formats_of_the_run() -> None:
+    run = Run(suffices=False, former_target=0.5, **CHANGING)
+    run.replanner.plan_for_new_target(48)
+    assert run.pending is None and run.replanner.target == 0.5 and not run.notices
+    run = Run(suffices=False, former_target=0.5, policy="last-blocks", **CHANGING)
+    run.replanner.plan_for_new_target(48)
+    assert run.pending == (48, 50, 0.75)
+
+
 def test_a_new_target_waits_while_another_problem_is_solved() -> None:
     run = Run(**CHANGING)
     run.replanner.submit(47, PROBLEM.model_copy(update={"target": 0.5}))

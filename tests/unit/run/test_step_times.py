@@ -10,7 +10,7 @@ def test_only_ordinary_iterations_under_the_current_plan_count() -> None:
     for seconds in (1.0, 3.0):
         assert times.end_iteration({"step_s": seconds}) == {"step_s": seconds}
     assert times.end_iteration({"loss": 1.0}) == {"loss": 1.0}  # its time is not known
-    times.leave_out()  # measured, or watched
+    times.leave_out()  # measured, for example
     assert times.end_iteration({"step_s": 9.0}) == {}
     assert times.mean_s == 2.0
     times.start_plan()

@@ -41,6 +41,9 @@ def test_a_linear_that_was_not_observed_keeps_its_mean_and_a_new_format_starts_i
     assert mean.linears[0].formats["fp8"] == errors(0.5)
     never = table(unobserved, unobserved)
     assert running_mean(never, first, 0.9) == first
+    # Frozen at a resume with other formats: it is no longer measured, nor was it in those.
+    frozen = replace(linear(1, mxfp4=errors(0.0)), microbatches=0.0, tokens=0.0)
+    assert running_mean(first, table(frozen), 0.5).linears == (frozen,)
 
 
 def test_what_is_not_finite_is_gone_with_the_next_measurement() -> None:
