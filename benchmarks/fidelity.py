@@ -173,9 +173,9 @@ def _factored(
     for placement, weight in weights.items():
         linear = placement.name
         error = lab.gradients(batches, {linear: option(name, "wgrad")})[1][linear] - base[linear]
-        found = shards[weight].d_and_update()
+        found = shards[weight].inverse_d_and_update()
         assert found is not None
-        exact.append(float((found[0].view_as(error) * error).norm()))
+        exact.append(float((error / found[0].view_as(error)).norm()))
         row, col = factors[placement].row, factors[placement].col
         factored.append(float((row[:, None] * error * col).norm()))
     return Agreement.of(np.array(factored), np.array(exact))

@@ -236,19 +236,20 @@ def _choices(linear: LinearInfo, costs: dict[str, OptionCost]) -> LinearChoices:
 
 def divergences_dict(table: DivergenceTable) -> dict[str, Any]:
     """Return divergences and the statistics behind them as plain types (NaN becomes null)."""
-    measured = table.statistics.to_dict()
+    measured = table.statistics
     linears = [
         {
-            "name": linear["name"],
-            "stage": linear["stage"],
-            "flops": linear["flops_per_token"],
-            "options": {str(o): vars(d) for o, d in table.linears[linear["name"]].items()},
+            "name": linear.name,
+            "stage": linear.stage,
+            "flops": linear.flops_per_token,
+            "options": {str(o): d for o, d in table.linears[linear.name].items()},
             "statistics": linear,
         }
-        for linear in measured["linears"]
+        for linear in measured.linears
     ]
-    head = {"version": 2, "iteration": measured["iteration"], "loss": measured["loss"]}
-    return {**without_nan(head), "linears": without_nan(linears)}
+    head = {"version": 2, "iteration": measured.iteration, "loss": measured.loss}
+    found: dict[str, Any] = without_nan({**head, "linears": linears})
+    return found
 
 
 def loss_divergence(linear: LinearStatistics, option: Option, estimator: LossDivergence) -> float:

@@ -42,6 +42,8 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import IO, Any, Literal
 
+from pydantic_core import to_json
+
 from megatron_snip.directory import check_new_run, clear_run, mark, own_files
 from megatron_snip.directory_lock import lock_directory
 from megatron_snip.divergence.quality_loss import divergences_dict
@@ -201,7 +203,8 @@ class RunDirectory:
             os.fsync(self._metrics.fileno())
 
     def _write_json(self, folder: str, iteration: int, value: dict[str, Any]) -> None:
-        text = json.dumps(value, allow_nan=False) + "\n"
+        # Faster than `json`, and here tables have some 100 numbers for each linear.
+        text = to_json(value, inf_nan_mode="null").decode() + "\n"
         write_atomic(self._path(folder, iteration), text)
 
     def _path(self, folder: str, iteration: int) -> Path:

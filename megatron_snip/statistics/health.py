@@ -305,9 +305,10 @@ def _trimmed(bins: Sequence[float], shift: float) -> tuple[float, list[float]] |
     total = sum(bins)
     if not 0 < total < math.inf:
         return None
-    filled = [i for i, count in enumerate(bins) if count]
-    shares = [count / total for count in bins[filled[0] : filled[-1] + 1]]
-    return filled[0] + LOWEST_LOG2 + shift, shares
+    first = next(i for i, count in enumerate(bins) if count)
+    end = next(i for i in range(len(bins), 0, -1) if bins[i - 1])
+    shares = [count / total for count in bins[first:end]]
+    return first + LOWEST_LOG2 + shift, shares
 
 
 def _spread(bins: Sequence[float], shift: float) -> tuple[float, float, float] | None:

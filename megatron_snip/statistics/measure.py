@@ -58,7 +58,7 @@ class PartialSums(NamedTuple):
     Attributes:
         products: the products that are complete only after the sum over shards, because the shards
             split their contraction. Row-parallel: [1 + F, S, N], Y and each format's eY.
-            Column-parallel: [1 + F, S, K], dX and each format's eX.
+            Column-parallel: [1 + F, D, K], dX and each format's eX of the D tokens of dgrad.
         tokens: [2 + 2 F, S] |G_t|^2, |Y_t|^2, |eY_t|^2 and <G_t, eY_t>; column-parallel only.
         scalars: sums of squares, in the order of `_scalar_names`.
         health: [1 + F, 3 operands, OPERAND_SUMS], see `LinearSums.health`.
@@ -79,14 +79,20 @@ class PartialSums(NamedTuple):
 
     @classmethod
     def zeros(
-        cls, kind: LinearKind, num_tokens: int, weight: Tensor, formats: Mapping[str, Format]
+        cls,
+        kind: LinearKind,
+        num_tokens: int,
+        num_dgrad_tokens: int,
+        weight: Tensor,
+        formats: Mapping[str, Format],
     ) -> Self:
         """Return the zeros that a shard adds if it could not measure; `weight` is [N, K]."""
         rows, cols = weight.shape
         num = len(formats)
         zeros = partial(weight.new_zeros, dtype=torch.float32)
+        product = (num_tokens, rows) if kind == "row" else (num_dgrad_tokens, cols)
         return cls(
-            products=zeros((1 + num, num_tokens, rows if kind == "row" else cols)),
+            products=zeros((1 + num, *product)),
             tokens=zeros((2 + 2 * num, num_tokens)) if kind == "column" else None,
             scalars=zeros(len(_scalar_names(kind, formats))),
             health=zeros((1 + num, len(Operand), OPERAND_SUMS)),
@@ -117,6 +123,7 @@ def partial_sums(
     formats: Mapping[str, Format],
     stream: StochasticStream,
     sensitivity: Sensitivity | None,
+    of_dgrad: slice,
     features: slice,
 ) -> PartialSums:
     """Measure on this shard.
@@ -128,6 +135,7 @@ def partial_sums(
         formats: what is measured under each name.
         stream: random numbers of G, where a format rounds it stochastically.
         sensitivity: D of the shard; None takes D = 1.
+        of_dgrad: which of the single tokens dgrad is measured on.
         features: the output features of `grad_output_tiles`.
     """
     tiles_stream = stream.with_column_stride(features.step or 1, operands.weight.source.shape[0])
@@ -140,9 +148,9 @@ def partial_sums(
     g = operands.grad_output
     num = len(formats)
     outputs = x.new_empty((1 + num, x.shape[0], w.shape[0]), dtype=torch.float32)
-    input_grads = x.new_empty((1 + num, *x.shape), dtype=torch.float32)
+    input_grads = x.new_empty((1 + num, *x[of_dgrad].shape), dtype=torch.float32)
     outputs[0] = matmul_fp32(x, w.t())
-    input_grads[0] = matmul_fp32(g, w)
+    input_grads[0] = matmul_fp32(g[of_dgrad], w)
     wgrad = matmul_fp32(operands.grad_output_tiles.t(), operands.input_tiles)
     # Norms of rows. Each key is the column that `sums_of_squares` makes of them: it squares them,
     # and adds them up.
@@ -159,7 +167,8 @@ def partial_sums(
             operands, name, fmt, stream, tiles_stream, amaxes, (x_counts, g_counts)
         )
         torch.sub(matmul_fp32(single.input, copies.fprop.t()), outputs[0], out=outputs[i])
-        torch.sub(matmul_fp32(single.grad_output, copies.dgrad), input_grads[0], out=input_grads[i])
+        input_grad = matmul_fp32(single.grad_output[of_dgrad], copies.dgrad)
+        torch.sub(input_grad, input_grads[0], out=input_grads[i])
         operands.weight.measure_error(name, copies)
         found = _token_errors(operands, single)
         found |= _wgrad_errors(tiles, wgrad, sensitivity, features)
@@ -275,9 +284,10 @@ def _wgrad_errors(
         "grad_error_square": row_norms(g_q.sub_(g)),
         "wgrad_error_square": row_norms(error),
     }
+    local = norms["wgrad_error_square"]
     if sensitivity is not None:
-        error.mul_(sensitivity.row[features, None]).mul_(sensitivity.col)
-    norms["local_square"] = row_norms(error)
+        local = row_norms(error.mul_(sensitivity.col)) * sensitivity.row[features]
+    norms["local_square"] = local
     return norms
 
 

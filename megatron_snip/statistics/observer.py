@@ -351,6 +351,7 @@ class StepObserver:
             formats=settings.formats,
             stream=stream,
             sensitivity=self._sensitivities.get(placement),
+            of_dgrad=sample.of_dgrad,
             features=features,
         )
         sums = self._try(placement, measure)
@@ -359,8 +360,9 @@ class StepObserver:
         if placement.tensor.group is not None:
             if sums is None:
                 num_single = len(operands.input)
+                num_of_dgrad = len(operands.input[sample.of_dgrad])
                 sums = PartialSums.zeros(
-                    placement.kind, num_single, weight.source, settings.formats
+                    placement.kind, num_single, num_of_dgrad, weight.source, settings.formats
                 )
             sums = sums.summed(placement.tensor.group)
         # The sums are those of all shards; one rank adds them to the table.

@@ -23,6 +23,7 @@ Engine's FusedAdam). sensitivity.py makes D of the model's weights from it.
 """
 
 import logging
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -56,7 +57,8 @@ class Shard:
         shape: Shape of the complete parameter.
         state: The optimizer's state, such as `exp_avg`, `exp_avg_sq` and `step`.
         group: The settings of the parameter's group.
-        rule: Returns D and the update direction of a shard, FP32, or None before the first step.
+        rule: Returns 1 / D and the update direction of a shard, FP32, or None before the first
+            step.
     """
 
     start: int
@@ -73,14 +75,14 @@ class Shard:
         step = self.state.get("step", self.group.get("step", 0))
         return int(step.item() if isinstance(step, Tensor) else step or 0)
 
-    def d_and_update(self) -> tuple[Tensor, Tensor] | None:
-        """Return D and the update direction, [end - start] FP32 each; None without moments."""
+    def inverse_d_and_update(self) -> tuple[Tensor, Tensor] | None:
+        """Return 1 / D and the update direction, [end - start] FP32 each; None without moments."""
         found = self.rule(self)
         if found is None:
             return None
-        d, update = found
+        inverse_d, update = found
         device = self.parameter.device  # Megatron's --optimizer-cpu-offload has moments elsewhere
-        return d.reshape(-1).to(device), update.reshape(-1).to(device)
+        return inverse_d.reshape(-1).to(device), update.reshape(-1).to(device)
 
 
 def _adam(shard: Shard) -> tuple[Tensor, Tensor] | None:
@@ -91,18 +93,21 @@ def _adam(shard: Shard) -> tuple[Tensor, Tensor] | None:
         return None
     beta1, beta2 = shard.group.get("betas", (0.0, 0.0))[:2]
     eps = float(shard.group.get("eps", 0.0))
-    root = (second.float() / (1 - beta2**step)).sqrt_().add_(eps)
-    update = (first.float() / (1 - beta1**step)).div_(root)
-    d = root.reciprocal_().mul_((1 - beta1) / (1 - beta1 ** (step + 1)))
-    return d, update
+    # 1 / D = factor (sqrt(v^) + eps), in one pass after the root.
+    factor = (1 - beta1 ** (step + 1)) / (1 - beta1)
+    root = second.float().sqrt()
+    offset = root.new_full((), factor * eps)
+    inverse_d = torch.add(offset, root, alpha=factor / math.sqrt(1 - beta2**step), out=root)
+    update = torch.div(first.float(), inverse_d).mul_(factor / (1 - beta1**step))
+    return inverse_d, update
 
 
 def _adafactor(names: tuple[str, str], shard: Shard) -> tuple[Tensor, Tensor]:
     rows, cols = (shard.state[name].float() for name in names)
     rows = rows.reshape(-1, 1)
     cols = cols.reshape(1, -1)
-    d = (rows / rows.mean()).rsqrt() * cols.rsqrt()
-    return d, torch.ones_like(d)
+    inverse_d = (rows / rows.mean()).sqrt() * cols.sqrt()
+    return inverse_d, torch.ones_like(inverse_d)
 
 
 def _momentum(shard: Shard) -> tuple[Tensor, Tensor]:
@@ -111,7 +116,7 @@ def _momentum(shard: Shard) -> tuple[Tensor, Tensor]:
     d = 1.0 - group.get("dampening", 0.0)
     if group.get("nesterov"):
         d = 1.0 + group["momentum"] * d
-    return torch.full_like(m, d), m
+    return torch.full_like(m, 1.0 / d if d else math.inf), m
 
 
 def _muon(shard: Shard) -> tuple[Tensor, Tensor]:
@@ -130,7 +135,7 @@ def _muon(shard: Shard) -> tuple[Tensor, Tensor]:
     is_nesterov = group.get("nesterov", group.get("use_nesterov", False))
     share = (1.0 - beta) * (1.0 + beta if is_nesterov else 1.0)
     d = share / float(change.norm() + 1e-30) * float(moved.norm())
-    return torch.full_like(m, d), update
+    return torch.full_like(m, 1.0 / d if d else math.inf), update
 
 
 def _orthogonalized(x: Tensor) -> Tensor:

@@ -22,7 +22,7 @@ Version 1 had other columns.
 """
 
 
-Over = Literal["tokens", "tiles", "weight", "all"]
+Over = Literal["tokens", "dgrad", "tiles", "weight", "all"]
 """What the sum of a measured field runs over; see `Column`."""
 
 
@@ -30,9 +30,10 @@ class Column(NamedTuple):
     """How the sums of a measured field are scaled.
 
     Attributes:
-        over: What the sum runs over. `tokens`: single sampled tokens. `tiles`: sampled tiles of
-            consecutive tokens, for sampled output features. `weight`: microbatches, and their mean
-            is reported. `all`: everything, not a sample.
+        over: What the sum runs over. `tokens`: single sampled tokens. `dgrad`: those of them on
+            which dgrad is measured. `tiles`: sampled tiles of consecutive tokens, for sampled
+            output features. `weight`: microbatches, and their mean is reported. `all`: everything,
+            not a sample.
         grad_power: The power of G with which the sum grows.
     """
 
@@ -69,7 +70,7 @@ class FormatStatistics:
     aligned_fisher: float = _column("tokens", 2)
     local_square: float = _column("tiles", 2)
     output_error_square: float = _column()
-    input_grad_error_square: float = _column("tokens", 2)
+    input_grad_error_square: float = _column("dgrad", 2)
     wgrad_error_square: float = _column("tiles", 2)
     input_error_square: float = _column()
     weight_error_square: float = _column("weight")
@@ -99,7 +100,7 @@ class LinearStatistics(LinearInfo):
     weight_square: float = _column("weight")
     output_square: float = _column()
     grad_square: float = _column("tokens", 2)
-    input_grad_square: float = _column("tokens", 2)
+    input_grad_square: float = _column("dgrad", 2)
     wgrad_square: float = _column("tiles", 2)
     update_square: float = _column("all")
     formats: dict[str, FormatStatistics] = field(default_factory=dict)

@@ -104,11 +104,11 @@ class RowSums:
         # Each context-parallel rank measures its own tokens of the same microbatch. What counts
         # once for each microbatch, such as |W|^2, each of these ranks adds with factor 1 / CP.
         share = 1.0 / self._topology.context
-        token_factor, tile_factor = sample.expansions
+        token_factor = sample.expansions["tokens"]
         # What a measured value stands for, by what its column is summed over (`Column.over`).
         expansion = {
-            "tokens": token_factor,
-            "tiles": tile_factor * feature_stride,
+            **sample.expansions,
+            "tiles": sample.expansions["tiles"] * feature_stride,
             "weight": share,
             "all": 1.0,
         }

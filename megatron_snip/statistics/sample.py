@@ -1,7 +1,7 @@
 """Which tokens and output features an observed iteration measures; the same in every layout.
 
-Single tokens are drawn at random for fprop and dgrad. wgrad is measured on complete tiles of
-consecutive tokens and, of wide linears, on every fourth output feature.
+Single tokens are drawn at random for fprop; a quarter of them serve dgrad. wgrad is measured on
+complete tiles of consecutive tokens and, of wide linears, on every fourth output feature.
 """
 
 import math
@@ -23,6 +23,9 @@ LEAST_TOKENS = 64
 
 MOST_TOKENS = 512
 """Largest number of tokens of a microbatch that are measured."""
+
+DGRAD_SHARE = 4
+"""dgrad is measured on one of so many of these tokens: health reports it, and no score uses it."""
 
 FEATURE_STRIDE = 4
 """wgrad is measured on every fourth output feature, where `FEATURE_MULTIPLE` allows it."""
@@ -84,10 +87,11 @@ class Sample:
         rows: Indices of S single tokens, then of the R tokens of complete tiles, int64 [S + R].
             Where all tokens are measured, S = R = num_tokens: `rows` has each token once.
         single: Which of `rows` are the single tokens.
+        of_dgrad: Which of the single tokens dgrad is measured on.
         in_tiles: Which of `rows` are the tokens of complete tiles.
         first_feature: The first output feature that wgrad is measured on; None leaves none out.
-        expansions: Factors from sums over the S tokens, and from sums over the R tokens, to sums
-            over all tokens.
+        expansions: Factors from sums over the measured tokens to sums over all tokens, by what
+            `Column.over` calls them: `tokens`, `dgrad` and `tiles`.
         input: X of the sample's rows that this rank holds.
     """
 
@@ -95,9 +99,10 @@ class Sample:
     num_tokens: int
     rows: Tensor
     single: slice
+    of_dgrad: slice
     in_tiles: slice
     first_feature: int | None
-    expansions: tuple[float, float]
+    expansions: Mapping[str, float]
     input: OwnRows | None = None
 
 
@@ -117,9 +122,9 @@ def draw_sample(settings: MeasureSettings, num_tokens: int, microbatch: int) -> 
     num_chosen = math.ceil(wanted / tile)
     # All tokens, once each, unless some can be left out.
     rows = torch.arange(num_tokens)
-    single = in_tiles = slice(None)
+    single = of_dgrad = in_tiles = slice(None)
     first_feature = None
-    expansions = (1.0, 1.0)
+    expansions = {"tokens": 1.0, "dgrad": 1.0, "tiles": 1.0}
     if not settings.all_tokens and num_chosen < num_tiles:
         word = StreamKey(settings.seed, "sampled tokens", settings.iteration, microbatch).word
         generator = torch.Generator().manual_seed(word >> 1)  # a seed has 63 bits
@@ -128,11 +133,18 @@ def draw_sample(settings: MeasureSettings, num_tokens: int, microbatch: int) -> 
         tiled = (chosen[:, None] * tile + torch.arange(tile)).reshape(-1)
         rows = torch.cat([drawn, tiled[tiled < num_tokens]])
         single = slice(wanted)
+        of_dgrad = slice(wanted // DGRAD_SHARE)
         in_tiles = slice(wanted, None)
         key = StreamKey(settings.seed, "sampled features", settings.iteration, 0)
         first_feature = (key.word + microbatch) % FEATURE_STRIDE  # four microbatches cover all
-        expansions = (num_tokens / wanted, num_tiles / num_chosen)
-    return Sample(microbatch, num_tokens, rows, single, in_tiles, first_feature, expansions)
+        expansions = {
+            "tokens": num_tokens / wanted,
+            "dgrad": num_tokens / (wanted // DGRAD_SHARE),
+            "tiles": num_tiles / num_chosen,
+        }
+    return Sample(
+        microbatch, num_tokens, rows, single, of_dgrad, in_tiles, first_feature, expansions
+    )
 
 
 def sampled_features(stream: StochasticStream, cols: int, first: int | None) -> slice:

@@ -173,13 +173,13 @@ class ShardSums(NamedTuple):
         rows = new(num_rows)
         cols = new(num_cols)
         scalars = new(2)
-        found = None if shard is None else shard.d_and_update()
+        found = None if shard is None else shard.inverse_d_and_update()
         if shard is None or found is None:
             return cls(rows, cols, scalars)
-        d, update = found
+        inverse_d, update = found
         scalars[0] = shard.end - shard.start
         scalars[1] = _square(update)
-        inverse = d.square_().reciprocal_()
+        inverse = inverse_d.square_()
         # A shard is the end of a row, complete rows, and the beginning of a row. With rows of 4,
         # elements 6 to 12 are the end of row 1 (6, 7), row 2 (8 to 11), the beginning of row 3.
         num_head = min(-shard.start % num_cols, inverse.numel())

@@ -42,9 +42,9 @@ def trained(
 
 
 def d_and_update(shard: Shard) -> tuple[torch.Tensor, torch.Tensor]:
-    found = shard.d_and_update()
+    found = shard.inverse_d_and_update()
     assert found is not None
-    return found
+    return 1.0 / found[0], found[1]
 
 
 @pytest.mark.parametrize("is_chained", [False, True])
@@ -139,7 +139,7 @@ def test_without_moments_or_of_an_unknown_optimizer_there_is_no_sensitivity(
         param.grad = torch.ones(3, 2)
         optimizer.step()
     for _ in range(2):
-        assert optimizer_shards(optimizer)[param].d_and_update() is None
+        assert optimizer_shards(optimizer)[param].inverse_d_and_update() is None
     assert caplog.text.count("optimizer RMSprop is not known") == (name == "RMSprop")
 
 
