@@ -239,6 +239,7 @@ def _wgrad(
     if not call.fuse_wgrad:
         return wgrad_gemm(g, x, call.option, weight.dtype)
     assert main_grad is not None, "gradient accumulation fusion without main_grad"
+    # Hooks of saved tensors (activation offload) can make another object of a weight, without it.
     weight.main_grad = main_grad  # type: ignore[attr-defined]
     main_grad.add_(wgrad_gemm(g, x, call.option, torch.float32))
     return None
