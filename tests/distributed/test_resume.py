@@ -2,13 +2,17 @@
 
 import json
 import re
+from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch.distributed as dist
 
+from megatron_snip.config import make_config
 from megatron_snip.errors import SnipError
+from megatron_snip.patches.attach import attach
+from megatron_snip.patches.registry import CORE, Session
 from megatron_snip.planning.plan import PrecisionPlan, write_plan
 from megatron_snip.run.loss_monitor import WATCHED_ITERATIONS
 from megatron_snip.run.state import ControllerState
@@ -67,6 +71,20 @@ def resume(
         }
 
 
+def attach_to_damaged() -> str:
+    """On ranks: attach where the last rank has read a damaged state; return the error."""
+    is_damaged = dist.get_rank() == dist.get_world_size() - 1
+    session = Session(loaded_state={"version": 99} if is_damaged else None)
+    args = Namespace(iteration=0, seed=1, micro_batch_size=1, seq_length=32)
+    with layout({**MODEL, "train_iters": 20}) as trainer:
+        model, optimizer = trainer.state.model, trainer.state.optimizer
+        try:
+            attach(session, make_config(SNIP), args, model, optimizer, lambda: (None, None), [CORE])
+        except SnipError as error:
+            return str(error)
+    return ""
+
+
 def plan_of_iteration(trainer: Any, plan: PrecisionPlan, iteration: int) -> PrecisionPlan:
     for at, applied in trainer.events.applied:
         plan = applied.plan if at <= iteration else plan
@@ -117,6 +135,12 @@ def on_ranks(name: str, **arguments: Any) -> Any:
         second.pop("warnings", None)
     assert first == second
     return {**first, "warnings": log_of_rank_0} if isinstance(first, dict) else first
+
+
+def test_a_state_that_one_rank_finds_damaged_is_every_ranks_error() -> None:
+    """Some formats of checkpoints have a file for each rank."""
+    error = on_ranks("attach_to_damaged")
+    assert "rank 1" in error and "version 99" in error
 
 
 def test_a_run_that_turns_snip_on_reports_its_first_plan_where_it_is() -> None:
