@@ -8,17 +8,17 @@ from __future__ import annotations
 import argparse
 import logging
 from collections.abc import Callable, Sequence
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_snip.config import SnipConfig
-from megatron_snip.errors import naming_field
+from megatron_snip.errors import UsageError, naming_field
 from megatron_snip.patches.incompatible import check_modules
 from megatron_snip.patches.registry import Package, Session
 
 if TYPE_CHECKING:  # without --snip a run imports neither planning nor reporting
     from megatron_snip.reporting.events import Writer
+    from megatron_snip.run.state import ControllerState
     from megatron_snip.topology import Topology
 
 logger = logging.getLogger(__name__)
@@ -54,21 +54,18 @@ def attach(
     Raises:
         SnipError: on every rank, if the settings or the checkpoint's state do not fit the model.
     """
-    from megatron_snip.collectives import attempt, unless_refused
+    from megatron_snip.collectives import unless_refused
     from megatron_snip.linears.availability import resolve_formats
     from megatron_snip.linears.discovery import current_topology
     from megatron_snip.patches.graphs import Graphs
     from megatron_snip.planning.plan import shares_text
     from megatron_snip.run.controller import SnipController
-    from megatron_snip.run.state import resumed_state
 
     topology = current_topology()
     unless_refused("checking the model", lambda: check_modules(model), topology.control)
     config = resolve_formats(config, model, topology.control)
     num_done = int(getattr(args, "iteration", 0) or 0)
-    # Each rank has read its own file of some checkpoint formats, and may have found it damaged.
-    resume = partial(resumed_state, session.loaded_state, num_done)
-    state, warning = attempt("reading the checkpoint's state", resume, topology.control)
+    state, warning = _resumed_state(session.loaded_state, num_done, topology)
     if warning is not None and topology.rank == 0:
         logger.warning("snip: %s", warning)
     has_one_length = not getattr(args, "variable_seq_lengths", False)
@@ -99,6 +96,31 @@ def attach(
             plan.label,
             shares_text(session.controller.format_shares),
         )
+
+
+def _resumed_state(
+    loaded: Any, num_done: int, topology: Topology
+) -> tuple[ControllerState | None, str | None]:
+    """All ranks: return what `resumed_state` does; its error on one rank is every rank's.
+
+    Each rank has read a file of its own of some checkpoint formats, which may be damaged.
+
+    Raises:
+        UsageError: on every rank, the first one that `resumed_state` raised on any.
+    """
+    from megatron_snip.collectives import gather_json
+    from megatron_snip.run.state import resumed_state
+
+    found: tuple[ControllerState | None, str | None] = (None, None)
+    damage = None
+    try:
+        found = resumed_state(loaded, num_done)
+    except UsageError as error:
+        damage = f"rank {topology.rank}: {error}"
+    damaged = [text for text in gather_json(damage, topology.control) if text is not None]
+    if damaged:
+        raise UsageError(damaged[0])
+    return found
 
 
 def make_writers(

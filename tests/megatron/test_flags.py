@@ -92,7 +92,8 @@ def test_a_checkpoint_of_another_version(lab: Lab) -> None:
     lines = [x for x in run.logs[0].splitlines() if x.startswith("megatron-snip: error:")]
     assert len(lines) == 1 and "version 9; this megatron-snip reads version 2" in lines[0]
     assert (
-        "with its last plan (--snip-plan-file), under Megatron from the weights (--fine" in lines[0]
+        "a new run from its weights (Megatron's --finetune) and its last plan (--snip-pl"
+        in lines[0]
     )
 
 
