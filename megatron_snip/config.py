@@ -130,8 +130,8 @@ class PlanFields(Section):
     cost: EfficiencyMeasure = "flops"
     """What the target counts: `flops`, or `time`: 0.75 then asks for 75 % of the seconds that the
     fastest options would save against BF16. With `time` every linear may use BF16, and none gets an
-    option that is not faster. With --snip-collect-only, which makes no plans, `time` only has the
-    effect that bf16 is measured as well."""
+    option that is not faster. With --snip-collect-only, which makes no plans, `time` only adds bf16
+    to the options in problems/ and divergences/."""
 
     calibration: Path = Path(AUTO)
     """Seconds for --snip-cost time: a file of `megatron-snip calibrate`, or `auto`: time

@@ -31,7 +31,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--config", metavar="FILE", type=Path, help="YAML file with settings")
     text = "YAML file with SNIP's settings only (efficiency_target: 0.75)"
     group.add_argument("--snip-config", metavar="FILE", type=Path, help=text)
-    text = "ranks to start on this machine [default: one model replica on CPU, all GPUs else]"
+    text = (
+        "ranks to start on this machine "
+        "[default: on a CPU those of one model replica, else one for each GPU]"
+    )
     group.add_argument("--nproc-per-node", metavar="N", type=integer, help=text)
     add_flags(parser, TrainFields)
     add_flags(parser, SnipConfig, "snip-")

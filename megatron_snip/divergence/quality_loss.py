@@ -19,15 +19,15 @@ fprop grows with `aligned_fisher`. kappa makes the fprop terms, summed over line
 precision, 4 sqrt(n) times the sum of `local_square`; n is the number of microbatches in the
 iteration. Errors of wgrad are nearly independent from microbatch to microbatch; errors of fprop
 partly repeat, because every microbatch sees the same rounded weight. The change of earlier layers'
-updates through dgrad is small and about equal at all linears, so only its size matters. An eighth
-of `local_square` in dgrad's format stands for it, because that grows with the format's error as
-well. The factors come from one model (5 layers of width 192) on which the change of the updates was
-measured linear by linear; docs/measuring.md judges them on others.
+updates through dgrad is small and about equal at all linears, so a term of the right size is
+enough. An eighth of `local_square` in dgrad's format will do, because it, like that change, grows
+with the error of the format. The factors come from one model (5 layers of width 192) on which the
+change of the updates was measured linear by linear; docs/measuring.md judges them on others.
 
 The scores of the baselines are sums over the GEMMs. A and B are the operands of a GEMM, and C is
 the third of X, W and G. Each operand has one error in all GEMMs: that of X and W as fprop tiles
-them, and of G as wgrad does. `norms` bounds the change of the loss, such as <G, eY> for fprop, by
-Frobenius norms, after the paper's:
+them, and of G as wgrad does. `norms` is a bound of the change of the loss (for fprop of <G, eY>) by
+Frobenius norms, like the bound in the paper. The three scores:
 
     abs_error = sum of |Q(A) - A| + |Q(B) - B|
     rel_error = sum of |Q(A) - A| / |A| + |Q(B) - B| / |B|

@@ -63,7 +63,7 @@ class LinearCall:
             frees or offloads the inputs of linears, and restores them for the backward.
         output_dtype: dtype of Y of a quantized fprop; None is X's.
         delayed_scale: returns the scale of an operand for delayed scaling, and notes its amax. If
-            it is given, all three GEMMs have that format.
+            it is given, all three GEMMs run one format with delayed scaling.
         defer_wgrad: gets wgrad's operands, Q(G) and Q(X) of all gathered tokens, and a function of
             both that returns dW. It calls the function after the backward. None computes dW in the
             backward.
@@ -166,7 +166,9 @@ class _QuantizedLinear(torch.autograd.Function):
             else:  # what was gathered is in a buffer that the next linear overwrites
                 x = x.clone() if call.sequence_parallel else x
                 call.defer_wgrad(g_col[0], x.flatten(0, -2), wgrad)
-            if call.fuse_wgrad:  # also if wgrad is deferred: DDP must not wait for this gradient
+            if call.fuse_wgrad:
+                # Also if wgrad is deferred: `defer_wgrad` adds it to main_grad later, so DDP's hook
+                # must not add what autograd gets here.
                 dw = _flag_as_added(weight)
         db = g.sum(dim=0) if ctx.use_bias else None
         if reducing is not None:

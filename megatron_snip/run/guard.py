@@ -50,8 +50,8 @@ class GuardState(Record):
     Attributes:
         loss: the losses and the watch.
         good: the plan to fall back to, unless it is the current one: the plan before the change,
-            or after a revert the fallback. It is taken for good, also if it was replaced before its
-            50 iterations were over. None: none is known.
+            or after a revert the fallback. It counts as good, even if it was replaced before its 50
+            iterations were over. None: none is known.
         refused: digests of plans that were reverted.
         num_reverted: plans reverted since one was last judged good.
         refresh_at: iteration from which a refresh is wanted because a plan was reverted, or None.
@@ -102,7 +102,8 @@ class Guard:
 
         Args:
             sigmas: smallest jump of the loss that counts, in standard deviations of its noise
-                (`--snip-guard-sigmas`); it must be 20 % at least. None judges nothing.
+                (`--snip-guard-sigmas`). A rise below 20 % of the loss never counts. None judges
+                nothing.
             model: the planned linears.
             optimizer: Megatron's, whose gradients are zeroed before a second run.
             job_fallback: given the current plan and the iteration, returns what the job itself

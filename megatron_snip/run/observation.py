@@ -1,7 +1,7 @@
 """Observing: from training iterations to statistics, divergences and a planning problem.
 
 begin          the linears of one part are chosen; the sensitivities of their weights are gathered
-watching       their forward and backward are watched while the iteration runs; with fused MLPs in
+observing      their forward and backward are observed while the iteration runs; with fused MLPs in
                an additional, unfused run before it (`observe_unfused`)
 end            all-reduces over ranks; the running mean of the statistics is updated
 measurement    after the last part: statistics -> divergences -> planning problem
@@ -224,8 +224,8 @@ class Observations:
         Args:
             observation: what `begin` returned.
             step: the iteration's forward-backward call.
-            outcome: how the step ended. What was measured counts only if the step ran once: the
-                observer has added up all its runs.
+            outcome: how the step ended. What was measured is dropped if the guard ran the step
+                again: the observer may have added up several runs.
         """
         if observation is None:
             return

@@ -109,7 +109,7 @@ class ControllerState:
 
     @classmethod
     def from_dict(cls, value: Any, source: str = "SNIP state") -> Self:
-        """Build from what `to_dict` returned; a guard of another version starts anew.
+        """Build from what `to_dict` returned; a guard's entry that cannot be read is dropped.
 
         Args:
             value: the dict.

@@ -155,8 +155,8 @@ def prepare_next_pass(chunks: Sequence[torch.nn.Module], optimizer: Any) -> None
 
     With `--reuse-grad-buf-for-mxfp8-param-ag` and `--overlap-param-gather` a forward gathers the
     weights out of the gradient buffers. Zeroing erased them there, so the optimizer copies them to
-    the buffers again. Where the forward gathers nothing they must stay zero: a copy would count as
-    gradients.
+    the buffers again. Where the forward gathers nothing, the buffers must stay zero: a copy would
+    count as gradients.
 
     Args:
         chunks: the model's.

@@ -190,9 +190,9 @@ class StepObserver:
             output_is_split: the output's rows are this rank's share of the tokens, which a
                 reduction over the tensor axis scattered (sequence parallelism).
             prepare_input: returns what the GEMM multiplies for rows of `input` (a fused norm).
-            delayed_scales: returns the scales that a linear under delayed scaling has when it is
-                called: in the forward for X and W, in the backward for G. All ranks call it, and
-                may communicate in it.
+            delayed_scales: returns the current scales of a linear under delayed scaling. It is
+                called in the forward, for X and W, and in the backward, for G. All ranks call it,
+                and may communicate in it.
         """
         names = self._settings.names
         if names is not None and placement.name not in names:

@@ -141,6 +141,7 @@ def _linear_statistics(
     def scaled(name: str) -> float:
         column = column_of(name)
         value = row[name] * grad_scale**column.grad_power
+        # Each microbatch adds what is measured of W; the mean is reported.
         return value / microbatches if column.over == "weight" else value
 
     base: dict[str, Any] = {column: scaled(column) for column in BASE_COLUMNS}

@@ -156,7 +156,7 @@ class RecipeTELinear:
         return table_entry is not None and table_entry.has_history
 
     def delayed_scales(self, placement: Placement) -> DelayedScales | None:
-        """Return what returns its scales; None if it runs no delayed scaling.
+        """Return a function that reads the scales of a weight; None without delayed scaling.
 
         Args:
             placement: which weight of the linear.
