@@ -98,6 +98,10 @@ class Format:
     wgrad_hadamard: int = 0
     grad_element: ElementType | None = None
 
+    def __hash__(self) -> int:
+        # Formats are looked up in tables for every operand; a hash of all fields takes longer.
+        return hash(self.name)
+
     @property
     def quantized(self) -> bool:
         """Whether tensors change at all in this format."""

@@ -4,17 +4,17 @@ For each operand and format an observed iteration adds up, over the sampled toke
 
     |Q(x) - x|^2,  elements that become zero,  elements that saturate,  tiles by log2 of their scale
 
-`input` and `weight` as fprop quantizes them, `grad_output` as dgrad does. For each operand before
-quantization it counts elements by log2 of their magnitude. Sums are scaled to all tokens and add
-over shards, microbatches and ranks; amax is a maximum. Experts have rows of their own beside their
-linear's.
+`input` and `weight` as fprop quantizes them, `grad_output` as dgrad does, of the tokens that dgrad
+is measured on. Of each operand before quantization it adds up |x|^2 and the elements, and counts
+elements by log2 of their magnitude. Sums are scaled to all tokens and add over shards, microbatches
+and ranks; amax is a maximum. Experts have rows of their own beside their linear's.
 """
 
 import math
 from collections.abc import Sequence
 from functools import cached_property
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -35,7 +35,6 @@ from megatron_snip.statistics.rows import (
     ERROR_SUMS,
     NUM_BINS,
     OPERAND_SUMS,
-    ExpertSums,
     LinearSums,
 )
 from megatron_snip.types import Gemm, Operand
@@ -86,12 +85,14 @@ class OperandCounts:
         element = operand_format(fmt, self.operand).element
         assert element is not None
         became_zero = self._nonzero > quantized.values.bool()
-        self.zeroed.append(torch.count_nonzero(became_zero))
+        self.zeroed.append(became_zero.sum(dtype=torch.int32))  # faster than count_nonzero
         saturated = None
         if fmt.scale in _CAN_SATURATE:
             limit = quantized.decode * (element.max_value * _SCALE_ROUNDING)
             block = operand_block(fmt, self.operand, original.gemm)
-            saturated = (tile_magnitudes(original.x, block) > limit).sum()
+            # A scale that was rounded to 0 makes zeros of its tile: those do not saturate.
+            beyond = (tile_magnitudes(original.x, block) > limit) & (limit > 0)
+            saturated = beyond.sum()
         self.saturated.append(saturated)
         self.scales.append((quantized.decode, original.amaxes))
 
@@ -100,6 +101,12 @@ class OperandCounts:
         """Where the operand is not zero."""
         assert self._original is not None
         return self._original.x.bool()  # much faster than eq(0)
+
+    @property
+    def num_elements(self) -> int:
+        """Number of the operand's elements; after `add`."""
+        assert self._original is not None
+        return self._original.x.numel()
 
     @cached_property
     def magnitudes(self) -> Tensor:
@@ -115,32 +122,37 @@ class OperandCounts:
         return amax_of(self._original.amaxes).nan_to_num(nan=math.inf, posinf=math.inf)
 
 
-def health_sums(counts: Sequence[OperandCounts], errors: Tensor) -> Tensor:
+def health_sums(counts: Sequence[OperandCounts], squares: Tensor) -> Tensor:
     """Return `LinearSums.health` of O operands in F formats, FP32 [1 + F, O, OPERAND_SUMS].
 
-    Tiles of zeros and tiles with NaN or Inf do not count by their scale.
+    Tiles of zeros, tiles with NaN or Inf, and tiles whose scale was rounded to 0 do not count by
+    their scale.
 
     Args:
         counts: those of each operand.
-        errors: |Q(x) - x|^2, FP32 [F, O].
+        squares: |Q(x) - x|^2 in each format, then |x|^2, FP32 [1 + F, O].
     """
-    num_formats, num_operands = errors.shape
+    num_formats = len(squares) - 1
     by_format = [(each, f) for f in range(num_formats) for each in counts]
     scales = [each.scales[f] for each, f in by_format]
     bins = _log2_counts([*scales, *((each.magnitudes, each.magnitudes) for each in counts)])
-    # The operands before quantization come after the last format. They have no errors.
-    heads = torch.zeros((len(bins), ERROR_SUMS), device=errors.device)
-    heads[: len(by_format), 0] = errors.flatten()
+    # The operands before quantization come after the last format.
+    heads = torch.zeros((len(bins), ERROR_SUMS), device=squares.device)
+    heads[:, 0] = squares.flatten()
     heads[: len(by_format), 1] = torch.stack([each.zeroed[f] for each, f in by_format])
+    for i, each in enumerate(counts, start=len(by_format)):
+        heads[i, 1] = each.num_elements
     for i, (each, f) in enumerate(by_format):
         number = each.saturated[f]
         if number is not None:
             heads[i, 2] = number
-    return torch.cat([heads, bins], 1).view(1 + num_formats, num_operands, OPERAND_SUMS)
+    return torch.cat([heads, bins], 1).view(*squares.shape, OPERAND_SUMS)
 
 
 def _log2_counts(pairs: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
-    """Return counts of numbers by floor(log2), FP32 [pairs, NUM_BINS]; Inf and NaN do not count.
+    """Return counts of numbers by floor(log2), FP32 [pairs, NUM_BINS].
+
+    Zeros, Inf and NaN do not count.
 
     Args:
         pairs: (numbers, magnitudes of the same shape): a number counts if its magnitude is
@@ -148,7 +160,7 @@ def _log2_counts(pairs: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
     """
     numbers = torch.cat([number.flatten() for number, _ in pairs])
     magnitudes = torch.cat([magnitude.flatten() for _, magnitude in pairs])
-    counted = (magnitudes > 0) & (numbers < math.inf)
+    counted = (magnitudes > 0) & (numbers > 0) & (numbers < math.inf)
     # frexp has mantissas in [0.5, 1): its exponent is floor(log2) + 1.
     index = torch.frexp(numbers).exponent.sub_(1 + LOWEST_LOG2).clamp_(0, NUM_BINS - 1)
     sizes = [number.numel() for number, _ in pairs]
@@ -158,51 +170,21 @@ def _log2_counts(pairs: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
     return bins.index_add_(0, index, counted.float()).view(len(pairs), NUM_BINS)
 
 
-class _OperandScale(NamedTuple):
-    """What relates an operand's sums to its health.
-
-    Attributes:
-        size: Number of elements that the sums stand for.
-        square: Sum of squares of these elements.
-        times_counted: How often each element was counted.
-        unit: Factor from the tensor as the linear sees it to the tensor's unit in the table: of G,
-            the gradient of the batch-mean loss.
-    """
-
-    size: float
-    square: float
-    times_counted: float
-    unit: float
-
-    @property
-    def shift(self) -> float:
-        """What the unit adds to log2 of the tensor's numbers."""
-        return math.log2(self.unit)
-
-
 def _linear_health(
-    s: LinearStatistics, sums: LinearSums, amax: list[float], experts: ExpertSums, grad_scale: float
+    s: LinearStatistics, sums: LinearSums, amax: list[float], experts: Tensor, grad_scale: float
 ) -> LinearHealth:
     """Return the health of one linear; `make_health_table` explains the arguments."""
-    num_weights = s.in_features * s.out_features
-    scales = {
-        Operand.INPUT: _OperandScale(s.tokens * s.in_features, s.input_square, 1.0, 1.0),
-        # W is observed once in each microbatch.
-        Operand.WEIGHT: _OperandScale(num_weights, s.weight_square, s.microbatches, 1.0),
-        Operand.GRAD_OUTPUT: _OperandScale(
-            s.tokens * s.out_features, s.grad_square, 1.0, grad_scale
-        ),
-    }
+    # Factors from each tensor as the linear sees it to its unit in the table.
+    units = {Operand.INPUT: 1.0, Operand.WEIGHT: 1.0, Operand.GRAD_OUTPUT: grad_scale}
     operands: dict[str, dict[Operand, OperandHealth]] = {name: {} for name in s.formats}
     histograms: dict[Operand, tuple[float, list[float]]] = {}
     largest: dict[Operand, float | None] = {}
-    worst = _worst_experts(experts, s)
-    # The operands before quantization come after the last format.
-    *by_format, unquantized = sums.health.tolist()
-    for o, operand in enumerate(Operand):
-        scale = scales[operand]
-        largest[operand] = amax[o] * scale.unit if math.isfinite(amax[o]) else None
-        histogram = _trimmed(unquantized[o][-NUM_BINS:], scale.shift)
+    worst = _worst_experts(experts)
+    *by_format, originals = sums.health.tolist()
+    for o, (operand, unit) in enumerate(units.items()):
+        shift = math.log2(unit)
+        largest[operand] = amax[o] * unit if math.isfinite(amax[o]) else None
+        histogram = _trimmed(originals[o][ERROR_SUMS:], shift)
         if histogram is not None:
             histograms[operand] = histogram
         for f, name in enumerate(s.formats):
@@ -210,7 +192,9 @@ def _linear_health(
             for measure, (which, values) in worst.items():
                 if math.isfinite(values[f][o]):
                     worst_expert[measure] = (which[f][o], values[f][o])
-            operands[name][operand] = _operand_health(by_format[f][o], scale, worst_expert)
+            operands[name][operand] = _operand_health(
+                by_format[f][o], originals[o], shift, worst_expert
+            )
 
     gemms = {}
     for name, errors in s.formats.items():
@@ -234,32 +218,37 @@ def _linear_health(
 
 def _operand_health(
     numbers: Sequence[float],
-    scale: _OperandScale,
+    original: Sequence[float],
+    shift: float,
     worst_expert: dict[HealthMeasure, tuple[int, float]],
 ) -> OperandHealth:
-    """Return the health of an operand in one format from its OPERAND_SUMS numbers."""
-    error, zeros, saturated = (number / scale.times_counted for number in numbers[:ERROR_SUMS])
+    """Return the health of an operand in one format.
+
+    Args:
+        numbers: Its OPERAND_SUMS numbers in the format.
+        original: Those of the operand before quantization.
+        shift: What is added to log2 of the operand's numbers.
+        worst_expert: The operand's worst experts in the format.
+    """
+    error, zeros, saturated, *scales = numbers
+    square, num_elements = original[:2]
     return OperandHealth(
-        sqnr_db=_db(scale.square, error * scale.unit**2),
-        underflow=zeros / scale.size if scale.size else None,
-        saturated=saturated / scale.size if scale.size else None,
-        scale_log2=_spread(numbers[ERROR_SUMS:], scale.shift),
+        sqnr_db=_db(square, error),
+        underflow=zeros / num_elements if num_elements else None,
+        saturated=saturated / num_elements if num_elements else None,
+        scale_log2=_spread(scales, shift),
         worst_expert=worst_expert,
     )
 
 
-def _worst_experts(
-    experts: ExpertSums, s: LinearStatistics
-) -> dict[HealthMeasure, tuple[Any, Any]]:
+def _worst_experts(experts: Tensor) -> dict[HealthMeasure, tuple[Any, Any]]:
     """Return (worst expert, its value) by measure; both are lists [formats][operands]."""
-    if not len(experts.statistics):
+    if not len(experts):
         return {}
-    microbatches, tokens, *squares = experts.statistics.unbind(1)
-    weights = microbatches * s.in_features * s.out_features
-    sizes = torch.stack([tokens * s.in_features, weights, tokens * s.out_features], 1)[:, None]
-    error, zeros, _ = experts.errors.unbind(-1)  # [experts, formats, operands]
-    sqnr = 10 * torch.log10(torch.stack(squares, 1)[:, None] / error)
-    measured: dict[HealthMeasure, Tensor] = {"sqnr_db": sqnr, "underflow": zeros / sizes}
+    errors, zeros, _ = experts[:, :-1].unbind(-1)  # [experts, formats, operands]
+    squares, num_elements, _ = experts[:, -1:].unbind(-1)  # before quantization
+    sqnr = 10 * torch.log10(squares / errors)
+    measured: dict[HealthMeasure, Tensor] = {"sqnr_db": sqnr, "underflow": zeros / num_elements}
     found: dict[HealthMeasure, tuple[Any, Any]] = {}
     for measure, values in measured.items():
         sign = -1 if measure in SMALL_IS_BAD else 1  # the worst is the largest of sign * value
@@ -272,7 +261,7 @@ def make_health_table(
     table: StatisticsTable,
     sums: LinearSums,
     amax: Tensor,
-    experts: Sequence[ExpertSums],
+    experts: Sequence[Tensor],
     grad_scale: float,
 ) -> HealthTable:
     """Return the health of the observed linears.
@@ -281,7 +270,8 @@ def make_health_table(
         table: The statistics of the linears.
         sums: The sums of all linears over all ranks, one row for each.
         amax: The largest magnitudes of X, W and G of each linear over all ranks.
-        experts: The sums of each linear's experts, one row for each; no rows for other linears.
+        experts: What `RowLayout.split_experts` returns for each linear; no rows for linears without
+            experts.
         grad_scale: Factor from G as the linear sees it to the gradient of the batch-mean loss.
     """
     linears = []
@@ -305,9 +295,9 @@ def _trimmed(bins: Sequence[float], shift: float) -> tuple[float, list[float]] |
     total = sum(bins)
     if not 0 < total < math.inf:
         return None
-    first = next(i for i, count in enumerate(bins) if count)
-    end = next(i for i in range(len(bins), 0, -1) if bins[i - 1])
-    shares = [count / total for count in bins[first:end]]
+    occupied = [i for i, count in enumerate(bins) if count]
+    first, last = occupied[0], occupied[-1]
+    shares = [count / total for count in bins[first : last + 1]]
     return first + LOWEST_LOG2 + shift, shares
 
 

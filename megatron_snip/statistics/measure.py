@@ -46,6 +46,8 @@ _HEALTH_ERRORS = ("input_error", "weight_error", "grad_error_in_dgrad")
 dgrad does. (The column `grad_error`, without a GEMM in its name, is the error of G as wgrad
 quantizes it; scores of baselines use it.)"""
 
+_HEALTH_SQUARES = ("input_square", "weight_square", "grad_in_dgrad_square")
+"""The squares of the same X, W and G."""
 
 _LOSS_CHANGES = ("first", "fisher", "aligned_fisher")
 """The columns that estimate the change of the loss; `totals` makes them of sums over output
@@ -81,16 +83,15 @@ class PartialSums(NamedTuple):
     def zeros(
         cls,
         kind: LinearKind,
-        num_tokens: int,
-        num_dgrad_tokens: int,
-        weight: Tensor,
+        operands: Operands,
         formats: Mapping[str, Format],
     ) -> Self:
-        """Return the zeros that a shard adds if it could not measure; `weight` is [N, K]."""
-        rows, cols = weight.shape
+        """Return the zeros that a shard adds if it could not measure."""
+        num_tokens, num_outputs = operands.grad_output.shape
+        x_of_dgrad = operands.input[operands.of_dgrad]
         num = len(formats)
-        zeros = partial(weight.new_zeros, dtype=torch.float32)
-        product = (num_tokens, rows) if kind == "row" else (num_dgrad_tokens, cols)
+        zeros = partial(x_of_dgrad.new_zeros, dtype=torch.float32)
+        product = (num_tokens, num_outputs) if kind == "row" else x_of_dgrad.shape
         return cls(
             products=zeros((1 + num, *product)),
             tokens=zeros((2 + 2 * num, num_tokens)) if kind == "column" else None,
@@ -105,7 +106,7 @@ class _TokenPair(NamedTuple):
 
     Attributes:
         input: Q(X), [tokens, K].
-        grad_output: Q(G), [tokens, output features].
+        grad_output: Q(G), [tokens, output features]; of single tokens only those of dgrad.
         original_grad_output: G before it was quantized; for wgrad after the format's Hadamard
             transform, if it has one.
     """
@@ -123,7 +124,6 @@ def partial_sums(
     formats: Mapping[str, Format],
     stream: StochasticStream,
     sensitivity: Sensitivity | None,
-    of_dgrad: slice,
     features: slice,
 ) -> PartialSums:
     """Measure on this shard.
@@ -135,7 +135,6 @@ def partial_sums(
         formats: what is measured under each name.
         stream: random numbers of G, where a format rounds it stochastically.
         sensitivity: D of the shard; None takes D = 1.
-        of_dgrad: which of the single tokens dgrad is measured on.
         features: the output features of `grad_output_tiles`.
     """
     tiles_stream = stream.with_column_stride(features.step or 1, operands.weight.source.shape[0])
@@ -146,11 +145,12 @@ def partial_sums(
     x = operands.input
     w = operands.weight.tensor
     g = operands.grad_output
+    g_of_dgrad = operands.of(Operand.GRAD_OUTPUT, Gemm.DGRAD)
     num = len(formats)
     outputs = x.new_empty((1 + num, x.shape[0], w.shape[0]), dtype=torch.float32)
-    input_grads = x.new_empty((1 + num, *x[of_dgrad].shape), dtype=torch.float32)
+    input_grads = x.new_empty((1 + num, len(g_of_dgrad), w.shape[1]), dtype=torch.float32)
     outputs[0] = matmul_fp32(x, w.t())
-    input_grads[0] = matmul_fp32(g[of_dgrad], w)
+    input_grads[0] = matmul_fp32(g_of_dgrad, w)
     wgrad = matmul_fp32(operands.grad_output_tiles.t(), operands.input_tiles)
     # Norms of rows. Each key is the column that `sums_of_squares` makes of them: it squares them,
     # and adds them up.
@@ -159,6 +159,7 @@ def partial_sums(
         "grad_square": row_norms(g),
         "wgrad_square": row_norms(wgrad),
     }
+    norms["grad_in_dgrad_square"] = norms["grad_square"][operands.of_dgrad]
     x_counts = OperandCounts(Operand.INPUT)
     g_counts = OperandCounts(Operand.GRAD_OUTPUT)
     amaxes = TileAmaxes()
@@ -167,7 +168,7 @@ def partial_sums(
             operands, name, fmt, stream, tiles_stream, amaxes, (x_counts, g_counts)
         )
         torch.sub(matmul_fp32(single.input, copies.fprop.t()), outputs[0], out=outputs[i])
-        input_grad = matmul_fp32(single.grad_output[of_dgrad], copies.dgrad)
+        input_grad = matmul_fp32(single.grad_output, copies.dgrad)
         torch.sub(input_grad, input_grads[0], out=input_grads[i])
         operands.weight.measure_error(name, copies)
         found = _token_errors(operands, single)
@@ -180,10 +181,12 @@ def partial_sums(
 
     scalar_names = _scalar_names(kind, formats)
     health_names = [f"{name}.{error}_square" for name in formats for error in _HEALTH_ERRORS]
-    squares = sums_of_squares([norms[name] for name in scalar_names + health_names])
-    scalars, errors = squares.float().split_with_sizes([len(scalar_names), len(health_names)])
+    health_names += _HEALTH_SQUARES
+    squares = sums_of_squares(norms)
+    scalars = torch.stack([squares[name] for name in scalar_names]).float()
+    of_health = torch.stack([squares[name] for name in health_names]).float()
     counts = (x_counts, operands.weight.counts, g_counts)
-    health = health_sums(counts, errors.view(num, len(counts)))
+    health = health_sums(counts, of_health.view(1 + num, len(counts)))
     if num_shards > 1:
         # Every shard holds G (row-parallel) or X (column-parallel) in full, and adds it to the sum
         # over shards. It must count once there.
@@ -220,7 +223,7 @@ def _quantized(
         stream: random numbers of G of single tokens.
         tiles_stream: random numbers of G of complete tiles.
         amaxes: of the tiles of X and G; kept from format to format.
-        counts: count what becomes of X and of G of single tokens.
+        counts: count what becomes of X in fprop and of G in dgrad.
 
     Returns:
         X and G of single tokens, as fprop and dgrad see them; of complete tiles, as wgrad sees
@@ -248,7 +251,7 @@ def _quantized(
 
 
 def _token_errors(operands: Operands, quantized: _TokenPair) -> dict[str, Tensor]:
-    """Return the row norms of the errors of X and G of single tokens.
+    """Return the row norms of the errors of X in fprop and of G in dgrad.
 
     Args:
         operands: the shard's tensors.
@@ -257,10 +260,10 @@ def _token_errors(operands: Operands, quantized: _TokenPair) -> dict[str, Tensor
     Returns:
         {name of the sum of squares that `sums_of_squares` makes of them: row norms}.
     """
-    x_q, g_q, _ = quantized
+    x_q, g_q, original_g = quantized
     return {
         "input_error_square": row_norms(x_q.sub_(operands.input)),
-        "grad_error_in_dgrad_square": row_norms(g_q.sub_(operands.grad_output)),
+        "grad_error_in_dgrad_square": row_norms(g_q.sub_(original_g)),
     }
 
 
@@ -291,44 +294,44 @@ def _wgrad_errors(
     return norms
 
 
-def totals(
-    sums: PartialSums, kind: LinearKind, grad_output: Tensor, formats: Mapping[str, Format]
-) -> tuple[list[str], Tensor]:
+def total_names(kind: LinearKind, formats: Iterable[str]) -> list[str]:
+    """Return the columns of `records.py` that `totals` returns; of a format `format.column`."""
+    names = _scalar_names(kind, formats)
+    if kind == "column":
+        names += _squares_of("input_grad", formats)
+    names += _squares_of("output", formats)
+    return names + [f"{name}.{column}" for column in _LOSS_CHANGES for name in formats]
+
+
+def totals(sums: PartialSums, grad_output: Tensor) -> Tensor:
     """Return the statistics of the unsharded linear over the sampled tokens.
 
     Args:
         sums: added over all shards.
-        kind: how the linear is sharded.
         grad_output: G [S, N] of this shard.
-        formats: the formats measured.
 
     Returns:
-        (columns of `records.py`, their values, FP64 [columns]); the columns of a format are named
-        `format.column`. `fisher` lacks its factor T / N, `aligned_fisher` its factor T and
-        `local_square` its divisor |update|^2, with T the tokens of the batch and N the
+        FP64, in the order of `total_names`. `fisher` lacks its factor T / N, `aligned_fisher` its
+        factor T and `local_square` its divisor |update|^2, with T the tokens of the batch and N the
         out_features. (`local`: the change of the linear's own update, D * eW, and of no other's.)
     """
-    names = _scalar_names(kind, formats)
     values = [sums.scalars.double()]
     if sums.tokens is None:
         tokens = _token_sums(grad_output, sums.products)  # Y and eY are complete only now
     else:
         tokens = sums.tokens
         by_token = _token_squares(sums.products)
-        names += _squares_of("input_grad", formats)
         # Rounded to FP32, as `partial_sums` rounds them for a row-parallel linear: so a linear
         # without shards gives the same bits as either kind.
         values.append(by_token.sum(1, dtype=torch.float64).float().double())
-    sizes = [1, 1 + len(formats), len(formats)]  # as `_token_sums` puts them together
+    num_formats = len(sums.products) - 1
+    sizes = [1, 1 + num_formats, num_formats]  # as `_token_sums` puts them together
     grads, outputs, inner_products = torch.split(tokens.double(), sizes)
-    names += _squares_of("output", formats)
-    values.append(outputs.sum(1))
-    names += [f"{name}.{column}" for column in _LOSS_CHANGES for name in formats]
     first = inner_products.sum(1)
     fisher = 0.5 * (outputs[1:] * grads).sum(1)
     aligned_fisher = 0.5 * inner_products.square().sum(1)
-    values += [first, fisher, aligned_fisher]
-    return names, torch.cat(values)
+    values += [outputs.sum(1), first, fisher, aligned_fisher]
+    return torch.cat(values)
 
 
 def _token_sums(g: Tensor, outputs: Tensor) -> Tensor:

@@ -265,17 +265,16 @@ class StepObserver:
         forward = self._num_forwards[placement]
         self._num_forwards[placement] += 1
         num_tokens = num_rows * (call.token_axis.size if call.input_is_split else 1)
-        # Rows of an expert can come from every data rank. All other rows are this rank's own.
-        senders = self._topology.data
+        # Microbatches are numbered over all senders in turn: if there are two senders, sender 0 has
+        # the numbers 0, 2, 4 .. Rows of an expert can come from every data rank. All other rows are
+        # this rank's own.
         rows_by_sender = self._rows_by_sender(placement, num_tokens)
         if rows_by_sender is None:
-            senders = self._topology.data_axis(placement)
-            rows_by_sender = {senders.rank: torch.arange(num_tokens)}
+            own = self._topology.data_axis(placement)
+            return [replace(self._draw(num_tokens, forward * own.size + own.rank))]
         samples = []
         for sender, rows in rows_by_sender.items():
-            # Microbatches are numbered over all senders in turn: if there are two senders, sender 0
-            # has the numbers 0, 2, 4 ..
-            drawn = self._draw(len(rows), forward * senders.size + sender)
+            drawn = self._draw(len(rows), forward * self._topology.data.size + sender)
             samples.append(replace(drawn, rows=rows[drawn.rows]))
         return samples
 
@@ -339,6 +338,7 @@ class StepObserver:
             input=x[sample.single],
             weight=weight,
             grad_output=g[sample.single],
+            of_dgrad=sample.of_dgrad,
             input_tiles=x[sample.in_tiles],
             grad_output_tiles=g[sample.in_tiles, features],
             tensor_numbers=weight.tensor_numbers,
@@ -351,7 +351,6 @@ class StepObserver:
             formats=settings.formats,
             stream=stream,
             sensitivity=self._sensitivities.get(placement),
-            of_dgrad=sample.of_dgrad,
             features=features,
         )
         sums = self._try(placement, measure)
@@ -359,11 +358,7 @@ class StepObserver:
             self._rows.add_amax(placement, sums.amax)
         if placement.tensor.group is not None:
             if sums is None:
-                num_single = len(operands.input)
-                num_of_dgrad = len(operands.input[sample.of_dgrad])
-                sums = PartialSums.zeros(
-                    placement.kind, num_single, num_of_dgrad, weight.source, settings.formats
-                )
+                sums = PartialSums.zeros(placement.kind, operands, settings.formats)
             sums = sums.summed(placement.tensor.group)
         # The sums are those of all shards; one rank adds them to the table.
         if sums is not None and placement.tensor.rank == 0:

@@ -184,6 +184,7 @@ class Operands(NamedTuple):
         input: X [S, K], single tokens.
         weight: W [N, K], and what is measured of it alone.
         grad_output: G [S, N], the same tokens.
+        of_dgrad: which of these tokens dgrad is measured on.
         input_tiles: X [R, K], the tokens of complete tiles of wgrad.
         grad_output_tiles: G [R, N / stride], the same tokens, every `stride`-th output feature.
         tensor_numbers: what scales of entire tensors are made from; None where no format has such a
@@ -193,15 +194,18 @@ class Operands(NamedTuple):
     input: Tensor
     weight: MeasuredWeight
     grad_output: Tensor
+    of_dgrad: slice
     input_tiles: Tensor
     grad_output_tiles: Tensor
     tensor_numbers: TensorNumbers | None = None
 
     def of(self, operand: Operand, gemm: Gemm) -> Tensor:
-        """Return X or G as it enters `gemm`."""
+        """Return X or G of the tokens that `gemm` is measured on."""
         if operand is Operand.INPUT:
             return self.input_tiles if gemm is Gemm.WGRAD else self.input
-        return self.grad_output_tiles if gemm is Gemm.WGRAD else self.grad_output
+        if gemm is Gemm.WGRAD:
+            return self.grad_output_tiles
+        return self.grad_output[self.of_dgrad]
 
     def tokens_as_fp32(self) -> Self:
         """Return the operands with all tensors but W in FP32."""
@@ -218,10 +222,11 @@ class Operands(NamedTuple):
         return None if numbers is None else numbers.of(fmt, operand, gemm)
 
 
-def sums_of_squares(norms: Sequence[Tensor]) -> Tensor:
-    """Return the sum of squares of each matrix from the norms of its rows, FP64."""
-    squares = torch.cat(list(norms)).square().double()
-    return torch.stack([part.sum() for part in torch.split(squares, [len(n) for n in norms])])
+def sums_of_squares(norms: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the sum of squares of each matrix from the norms of its rows, FP64 scalars."""
+    squares = torch.cat(list(norms.values())).square().double()
+    parts = torch.split(squares, [len(of_rows) for of_rows in norms.values()])
+    return {name: part.sum() for name, part in zip(norms, parts, strict=True)}
 
 
 def row_norms(tensor: Tensor) -> Tensor:

@@ -3,19 +3,19 @@
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import TypeVar, get_args
 
 import torch
 from torch import Tensor
 
 from megatron_snip.formats import Format
 from megatron_snip.log import log_failure
-from megatron_snip.statistics.measure import PartialSums, totals
+from megatron_snip.statistics.measure import PartialSums, total_names, totals
 from megatron_snip.statistics.records import column_of
 from megatron_snip.statistics.rows import RowLayout
 from megatron_snip.statistics.sample import Sample, to_device
 from megatron_snip.statistics.sensitivity import Sensitivity
-from megatron_snip.topology import Placement, Topology
+from megatron_snip.topology import LinearKind, Placement, Topology
 
 logger = logging.getLogger(__name__)
 
@@ -68,6 +68,8 @@ class RowSums:
         self.own = RankSums()
         self._formats = formats
         self._layout = RowLayout(formats)
+        self._sums_over = [column_of(name).over for name in self._layout.columns]
+        self._places = {kind: self._places_of(kind) for kind in get_args(LinearKind)}
         self._topology = topology
         self._sensitivities = sensitivities
         self._updates_added: set[Placement] = set()
@@ -100,11 +102,9 @@ class RowSums:
             grad: G [S, N] of the sample's single tokens, on this shard.
             feature_stride: 4 if wgrad is measured on every fourth output feature; 1 for all.
         """
-        names, values = totals(sums, placement.kind, grad, self._formats)
         # Each context-parallel rank measures its own tokens of the same microbatch. What counts
         # once for each microbatch, such as |W|^2, each of these ranks adds with factor 1 / CP.
         share = 1.0 / self._topology.context
-        token_factor = sample.expansions["tokens"]
         # What a measured value stands for, by what its column is summed over (`Column.over`).
         expansion = {
             **sample.expansions,
@@ -113,27 +113,36 @@ class RowSums:
             "all": 1.0,
         }
         known = self._counts_and_update(placement, sample, share)
-        places = {name: i for i, name in enumerate(names)}
-        not_measured = len(names)  # the place of the zero that is appended below
-        columns = self._layout.columns
         # What the host knows goes to the device in one transfer.
         host = [
-            [expansion[column_of(name).over] for name in columns],
-            [known.get(name, 0.0) for name in columns],
-            [places.get(name, not_measured) for name in columns],
+            [expansion[over] for over in self._sums_over],
+            [known.get(name, 0.0) for name in self._layout.columns],
+            self._places[placement.kind],
         ]
         factors, known_values, order = to_device(
             grad.device, torch.tensor(host, dtype=torch.float64)
         )
+        values = totals(sums, grad)
         found = torch.cat([values, values.new_zeros(1)]).index_select(0, order.long())
         statistics = found * factors + known_values
-        # X and G are of sampled tokens; W is complete, in every microbatch.
-        by_operand = torch.tensor([[token_factor], [share], [token_factor]], dtype=torch.float64)
+        by_operand = torch.tensor(
+            [[expansion["tokens"]], [expansion["weight"]], [expansion["dgrad"]]],  # X, W and G
+            dtype=torch.float64,
+        )
         health = sums.health.double() * to_device(grad.device, by_operand)
         if placement.expert is not None:
             key = (placement.name, placement.expert)
-            _add_to(self.own.experts, key, self._layout.expert_row(statistics, health))
+            _add_to(self.own.experts, key, self._layout.expert_row(health))
         _add_to(self.own.rows, placement.name, self._layout.row(statistics, health))
+
+    def _places_of(self, kind: LinearKind) -> list[int]:
+        """Return where each column stands in what `totals` returns for a kind of linears.
+
+        Columns that are not measured stand behind the last.
+        """
+        names = total_names(kind, self._formats)
+        places = {name: i for i, name in enumerate(names)}
+        return [places.get(name, len(names)) for name in self._layout.columns]
 
     def _counts_and_update(
         self, placement: Placement, sample: Sample, share: float

@@ -4,11 +4,10 @@ A rank adds up the rows of its linears over microbatches; `reduce.py` adds them 
 exchange. What stands where in a row is known here and nowhere else:
 
     linear    statistics (`RowLayout.columns`), weight norms (NORMS), health sums
-    expert    statistics (EXPERT_COLUMNS), error sums
+    expert    the first ERROR_SUMS of each OPERAND_SUMS health sums
 
 Health sums are OPERAND_SUMS numbers for each format and operand, and after the last format as many
-for each operand before quantization. The error sums of an expert are the first ERROR_SUMS of them,
-for each format and operand.
+for each operand before quantization.
 """
 
 from collections.abc import Iterable
@@ -22,17 +21,15 @@ from megatron_snip.statistics.sensitivity import NORMS
 from megatron_snip.types import Operand
 
 ERROR_SUMS = 3
-"""Error square, underflowed, saturated."""
+"""Error square, underflowed, saturated. Of the operand before quantization: its square, the number
+of its elements, 0."""
 
 NUM_BINS = 128
 """Number of bins of a histogram over log2; health.py says which."""
 
 OPERAND_SUMS = ERROR_SUMS + NUM_BINS
 """Health sums of one operand in one format: ERROR_SUMS, then the bins of its tiles' scales. Of the
-operand before quantization: zeros, then the bins of its elements."""
-
-EXPERT_COLUMNS = ("microbatches", "tokens", "input_square", "weight_square", "grad_square")
-"""Statistics that each expert of a layer has of its own, beside those of the layer."""
+operand before quantization: ERROR_SUMS, then the bins of its elements."""
 
 
 class LinearSums(NamedTuple):
@@ -47,18 +44,6 @@ class LinearSums(NamedTuple):
     statistics: Tensor
     norms: Tensor
     health: Tensor
-
-
-class ExpertSums(NamedTuple):
-    """Rows of experts by their parts; F formats.
-
-    Attributes:
-        statistics: [.., columns] In the order of EXPERT_COLUMNS.
-        errors: [.., F, 3 operands, ERROR_SUMS] See `health_sums`.
-    """
-
-    statistics: Tensor
-    errors: Tensor
 
 
 class RowLayout:
@@ -78,21 +63,18 @@ class RowLayout:
             columns += [f"{name}.{column}" for column in FORMAT_COLUMNS]
         self.columns = tuple(columns)
         self._health_shape = torch.Size((1 + len(names), len(Operand), OPERAND_SUMS))
-        self._errors_shape = torch.Size((len(names), len(Operand), ERROR_SUMS))
+        self._expert_shape = torch.Size((1 + len(names), len(Operand), ERROR_SUMS))
         self.width = len(columns) + NORMS + self._health_shape.numel()
-        self.expert_width = len(EXPERT_COLUMNS) + self._errors_shape.numel()
-        self._expert_columns = [columns.index(name) for name in EXPERT_COLUMNS]
+        self.expert_width = self._expert_shape.numel()
 
     def row(self, statistics: Tensor, health: Tensor) -> Tensor:
         """Return a linear's row; its norms are zeros, because they are no sums of microbatches."""
         norms = statistics.new_zeros(NORMS)
         return torch.cat([statistics, norms, health.flatten()])
 
-    def expert_row(self, statistics: Tensor, health: Tensor) -> Tensor:
-        """Return the row of the expert whose linear would have this row."""
-        own = torch.stack([statistics[index] for index in self._expert_columns])
-        errors = health[:-1, :, :ERROR_SUMS]
-        return torch.cat([own, errors.flatten()])
+    def expert_row(self, health: Tensor) -> Tensor:
+        """Return the row of an expert with these health sums."""
+        return health[:, :, :ERROR_SUMS].flatten()
 
     def split(self, rows: Tensor) -> LinearSums:
         """Return the parts of linears' rows [.., width]; they are views."""
@@ -100,8 +82,10 @@ class RowLayout:
         statistics, norms, health = torch.split(rows, sizes, dim=-1)
         return LinearSums(statistics, norms, health.view(rows.shape[:-1] + self._health_shape))
 
-    def split_experts(self, rows: Tensor) -> ExpertSums:
-        """Return the parts of experts' rows [.., expert_width]; they are views."""
-        sizes = [len(EXPERT_COLUMNS), self._errors_shape.numel()]
-        statistics, errors = torch.split(rows, sizes, dim=-1)
-        return ExpertSums(statistics, errors.view(rows.shape[:-1] + self._errors_shape))
+    def split_experts(self, rows: Tensor) -> Tensor:
+        """Return the sums in experts' rows [.., expert_width]; a view.
+
+        Returns:
+            [.., 1 + F, 3 operands, ERROR_SUMS], the operands before quantization last.
+        """
+        return rows.view(rows.shape[:-1] + self._expert_shape)

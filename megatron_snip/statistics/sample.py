@@ -170,12 +170,14 @@ def rows_of(matrix: Tensor, rows: Tensor, is_split: bool, axis: Axis) -> OwnRows
         is_split: Whether each rank of `axis` holds other tokens.
         axis: The tensor axis.
     """
-    places = torch.arange(len(rows))
+    num_rows = len(rows)
+    places = torch.arange(num_rows)
     if is_split:
         rows = rows - axis.rank * matrix.shape[0]  # within this rank's tokens
         places = ((rows >= 0) & (rows < matrix.shape[0])).nonzero().squeeze(1)
-    values = matrix.index_select(0, to_device(matrix.device, rows[places]))
-    return OwnRows(values, places, len(rows))
+        rows = rows[places]
+    values = matrix.index_select(0, to_device(matrix.device, rows))
+    return OwnRows(values, places, num_rows)
 
 
 def to_device(device: torch.device, tensor: Tensor) -> Tensor:

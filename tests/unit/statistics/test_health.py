@@ -9,7 +9,11 @@ import torch
 from megatron_snip.formats import get_format
 from megatron_snip.quantizers.quantize import quantize_dequantize
 from megatron_snip.quantizers.reference import tile_amaxes, tile_scales
-from megatron_snip.quantizers.together import GemmOperand, Quantized
+from megatron_snip.quantizers.together import (
+    GemmOperand,
+    Quantized,
+    quantize_dequantize_operands,
+)
 from megatron_snip.statistics.health import OperandCounts, health_sums
 from megatron_snip.statistics.health_table import HealthTable, LinearHealth
 from megatron_snip.statistics.observer import StepObserver
@@ -91,6 +95,20 @@ def test_zeros_of_a_tile_that_is_not_finite_do_not_hide_underflow(name: str, bad
         original = GemmOperand(x, each.operand, gemm, amaxes, tensor_number=tensor_amax)
         _, decode = tile_scales(amaxes, fmt, tensor_amax)
         each.add(original, fmt, Quantized(quantized, decode))
-    sums = health_sums(counts, torch.zeros(1, len(counts)))
+    sums = health_sums(counts, torch.zeros(2, len(counts)))
     assert (sums[0, :, 1] == ((quantized == 0) & (x != 0)).sum()).all()
     assert all(each.amax == math.inf for each in counts)
+
+
+def test_a_tile_whose_scale_is_rounded_to_zero_underflows_and_does_not_saturate() -> None:
+    """One outlier in a tensor that Transformer Engine quantizes to NVFP4."""
+    fmt, x = get_format("nvfp4_2d_rht"), torch.full((2, 32), 1e-9)
+    x[0, 0] = 1.0
+    amaxes = tile_amaxes(x, (1, fmt.tile))
+    original = GemmOperand(x, Operand.INPUT, Gemm.FPROP, amaxes, tensor_number=x.amax())
+    (quantized,) = quantize_dequantize_operands([original], fmt)
+    assert (quantized.decode > 0).sum() == 1
+    counts = OperandCounts(Operand.INPUT)
+    counts.add(original, fmt, quantized)
+    square, num_zeroed, num_saturated, *scales = health_sums([counts], torch.ones(2, 1))[0, 0]
+    assert (square, num_zeroed, num_saturated, sum(scales)) == (1, x.numel() - 1, 0, 1)
