@@ -9,7 +9,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from megatron_snip.cli.commands import COMMANDS, run_command
+from megatron_snip.cli.commands import COMMANDS, run_command, split_plugins
 from megatron_snip.cli.script import is_script, prepare_script, run_script
 from megatron_snip.errors import SnipError, UsageError, known_failure, shown
 from megatron_snip.plugins import load_plugins
@@ -23,7 +23,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     words = list(sys.argv[1:] if argv is None else argv)
     try:
-        load_plugins()
+        plugins, words = split_plugins(words)
+        load_plugins(plugins)
         if not words or words[0] in COMMANDS or not is_script(words):
             return _run_and_flush(words)
         script = prepare_script(words)

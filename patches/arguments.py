@@ -167,7 +167,7 @@ def snip_config(args: argparse.Namespace, given: Mapping[str, Any] | SnipConfig)
         get_policy(config.policy)
     if config.formats == (AUTO,) and hasattr(args, "transformer_impl"):
         config.model_copy(update={"formats": _auto_formats(config, args)}).check_pins()
-    return config.model_copy(update={"pins": (*_bf16_layers(args), *config.pins)})
+    return config
 
 
 def _auto_formats(config: SnipConfig, args: argparse.Namespace) -> tuple[str, ...]:
@@ -239,16 +239,3 @@ def _values(given: Mapping[str, Any]) -> dict[str, Any]:
         except UsageError as error:
             raise UsageError(f"'{path}': {error}", field="config") from None
     return values | given_values(argparse.Namespace(**given), SnipConfig, PREFIX)
-
-
-def _bf16_layers(args: argparse.Namespace) -> tuple[str, ...]:
-    """Return pins for Megatron's `--first-last-layers-bf16`."""
-    if not getattr(args, "first_last_layers_bf16", False):
-        return ()
-    num_layers = int(args.num_layers)
-    num_first = int(args.num_layers_at_start_in_bf16)
-    num_last = int(args.num_layers_at_end_in_bf16)
-    edges = [
-        layer for layer in range(num_layers) if layer < num_first or layer >= num_layers - num_last
-    ]
-    return tuple(f"decoder.layers.{layer}.*=bf16" for layer in edges)

@@ -56,7 +56,7 @@ def attach(
     """
     from megatron_snip.collectives import unless_refused
     from megatron_snip.linears.availability import resolve_formats
-    from megatron_snip.linears.discovery import current_topology
+    from megatron_snip.linears.discovery import bf16_layer_pins, current_topology
     from megatron_snip.patches.graphs import Graphs
     from megatron_snip.planning.plan import shares_text
     from megatron_snip.run.controller import SnipController
@@ -64,6 +64,9 @@ def attach(
     topology = current_topology()
     unless_refused("checking the model", lambda: check_modules(model), topology.control)
     config = resolve_formats(config, model, topology.control)
+    # The layers that the job keeps in BF16 stay so; a pin of the user's comes later and wins.
+    pins = (*bf16_layer_pins(model, topology), *config.pins)
+    config = config.model_copy(update={"pins": pins})
     num_done = int(getattr(args, "iteration", 0) or 0)
     state, warning = _resumed_state(session.loaded_state, num_done, topology)
     if warning is not None and topology.rank == 0:

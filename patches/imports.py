@@ -26,7 +26,11 @@ def when_imported(module: str, action: Callable[[], None]) -> Callable[[], None]
 
 
 class _Watch(MetaPathFinder, Loader):
-    """Finds one module where it is, runs it, and then the action."""
+    """Finds one module where it is, runs it, and then the action.
+
+    It watches until the module has run: others may look for the module without importing it
+    (`importlib.util.find_spec`), or try again after an import that failed.
+    """
 
     def __init__(self, module: str, action: Callable[[], None]) -> None:
         self._module = module
@@ -39,8 +43,11 @@ class _Watch(MetaPathFinder, Loader):
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
         if name != self._module:
             return None
-        self.end()
-        spec = importlib.util.find_spec(name)
+        self.end()  # or this search would come here again
+        try:
+            spec = importlib.util.find_spec(name)
+        finally:
+            sys.meta_path.insert(0, self)
         if spec is not None and spec.loader is not None:
             self._loader = spec.loader
             spec.loader = self
@@ -55,4 +62,5 @@ class _Watch(MetaPathFinder, Loader):
         if module.__spec__ is not None:
             module.__spec__.loader = self._loader
         self._loader.exec_module(module)
+        self.end()
         self._action()

@@ -20,6 +20,7 @@ import pkgutil
 from argparse import Namespace
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
+from inspect import Parameter
 from typing import TYPE_CHECKING, Any, Literal
 
 from packaging.specifiers import SpecifierSet
@@ -146,16 +147,30 @@ class Call:
         """Bind a call; raises TypeError as the call itself would."""
         self._patch = patch
         self._function = function
-        self._bound = inspect.signature(function).bind(*args, **kwargs)
-        self.arguments: dict[str, Any] = self._bound.arguments
+        signature = inspect.signature(function)
+        self.arguments: dict[str, Any] = signature.bind(*args, **kwargs).arguments
+        self._kinds = {name: p.kind for name, p in signature.parameters.items()}
+        self._by_position = self.arguments.keys() - kwargs.keys()
 
     def run(self) -> Any:
-        """Call the original.
+        """Call the original, with each argument by position or by name as it was passed.
 
         Raises:
             UnsupportedError: if it returns fewer items than the handler reads.
         """
-        result = self._function(*self._bound.args, **self._bound.kwargs)
+        args: list[Any] = []
+        kwargs: dict[str, Any] = {}
+        for name, value in self.arguments.items():
+            kind = self._kinds[name]
+            if kind is Parameter.VAR_POSITIONAL:
+                args += value
+            elif kind is Parameter.VAR_KEYWORD:
+                kwargs |= value
+            elif name in self._by_position:
+                args.append(value)
+            else:
+                kwargs[name] = value
+        result = self._function(*args, **kwargs)
         num_items = len(result) if isinstance(result, tuple) else 0
         if num_items < self._patch.returns:
             got = num_items or type(result).__name__
@@ -174,11 +189,12 @@ class Patch:
     Attributes:
         module: the module that holds the function, e.g. `megatron.training.training`.
         attribute: the function's name there; `Class.method` for a method.
-        needs: parameters that its signature must have, or take as keywords.
+        needs: parameters that its signature must have.
         returns: items of the tuple that it must return, where the handler reads them; else 0.
         when: the runs that it is for.
         optional: it is left out where the function or a parameter is missing.
-        handler: runs in place of each call; None if SNIP patches instances, not the class.
+        handler: runs in place of each call; None if SNIP replaces the function elsewhere, on
+            instances or for a while.
     """
 
     module: str
@@ -224,9 +240,8 @@ class Patch:
                 )
             raise self.unsupported(f"has no {self.target} ({error})", hint) from None
         parameters = inspect.signature(function).parameters
-        takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
         missing = [name for name in self.needs if name not in parameters]
-        if missing and not takes_any:
+        if missing:
             found = f"{self.target}({', '.join(parameters)})"
             raise self.unsupported(f"has {found} without {', '.join(missing)}")
         return owner, function

@@ -30,6 +30,8 @@ COMMANDS: dict[str, str] = {
 }
 """Every subcommand with its help, in the order of --help."""
 
+PLUGINS_FLAG = "--plugins"
+
 EPILOG = """\
 examples:
   megatron-snip train --config configs/demo.yaml
@@ -80,6 +82,8 @@ def build_parser(chosen: str | None) -> argparse.ArgumentParser:
         epilog=EPILOG,
     )
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
+    text = "modules that add policies, formats or writers, to name before COMMAND"
+    parser.add_argument(PLUGINS_FLAG, metavar="A,B,...", help=text)
     subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for name, text in COMMANDS.items():
         sub = subparsers.add_parser(name, help=text, description=text)
@@ -89,6 +93,20 @@ def build_parser(chosen: str | None) -> argparse.ArgumentParser:
             if examples := getattr(module, "EXAMPLES", ()):
                 sub.epilog = "\n".join(["examples:", *(f"  {line}" for line in examples)])
     return parser
+
+
+def split_plugins(words: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Return the modules that a leading `--plugins A,B` names, and the words after it.
+
+    They are imported before a command's flags are known: a policy of theirs may be among these.
+    """
+    flag, is_joined, names = (words[0] if words else "").partition("=")
+    if flag != PLUGINS_FLAG:
+        return [], list(words)
+    if not is_joined:
+        names = "".join(words[1:2])
+    left = words[1:] if is_joined else words[2:]
+    return [name.strip() for name in names.split(",") if name.strip()], list(left)
 
 
 def run_command(words: Sequence[str]) -> int:

@@ -47,7 +47,6 @@ is not finite is forbidden for that linear, with a warning that names it.
 
 import logging
 import math
-import statistics
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -270,9 +269,10 @@ def fprop_scale(linears: Sequence[LinearStatistics], lowest_format: str) -> floa
     local = finite_sum(row.local_square for row in rows)
     if not aligned > 0:
         return 0.0
-    num_microbatches = [linear.microbatches for linear in linears if linear.microbatches]
-    count = statistics.median(num_microbatches or [0.0])
-    return FPROP_RATIO * math.sqrt(count) * local / aligned
+    # The linears of experts count each microbatch once for each expert, other linears once.
+    counts = (linear.microbatches for linear in linears if linear.microbatches)
+    num_microbatches = min(counts, default=0.0)
+    return FPROP_RATIO * math.sqrt(num_microbatches) * local / aligned
 
 
 def finite_sum(values: Iterable[float]) -> float:

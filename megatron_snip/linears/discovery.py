@@ -25,6 +25,7 @@ from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinea
 
 from megatron_snip.collectives import gather_json
 from megatron_snip.errors import UnsupportedError
+from megatron_snip.linears.te.job import is_bf16_layer
 from megatron_snip.linears.te.modules import (
     TOKENS_KNOWN,
     is_grouped,
@@ -34,7 +35,7 @@ from megatron_snip.linears.te.modules import (
 )
 from megatron_snip.log import warn_once, warn_once_per_job
 from megatron_snip.topology import Axis, LinearInfo, LinearKind, Placement, Topology
-from megatron_snip.types import linear_name, split_linear_name
+from megatron_snip.types import linear_name, natural_key, split_linear_name
 
 logger = logging.getLogger(__name__)
 
@@ -153,16 +154,35 @@ def expert_layers(model: Sequence[torch.nn.Module]) -> Iterator[tuple[str, Any]]
             yield linear_name(number, f"{name}.experts", block), module
 
 
+def bf16_layer_pins(model: Sequence[torch.nn.Module], topology: Topology) -> tuple[str, ...]:
+    """All ranks: return pins for the layers of all stages that `--first-last-layers-bf16` names."""
+    own = [
+        f"{block}.layers.{number - 1}.*=bf16"
+        for block, number, layer in _planned_layers(model)
+        if is_bf16_layer(getattr(layer, "config", None), block, number - 1)
+    ]
+    found = {pin for pins in gather_json(own, topology.control) for pin in pins}
+    return tuple(sorted(found, key=natural_key))
+
+
 def _layer_modules(
     model: Sequence[torch.nn.Module],
 ) -> Iterator[tuple[str, int, str, torch.nn.Module]]:
     """Yield (block, global layer_number, name in the layer, module) of the planned layers."""
+    for block, number, layer in _planned_layers(model):
+        for name, module in layer.named_modules():
+            yield block, number, name, module
+
+
+def _planned_layers(
+    model: Sequence[torch.nn.Module],
+) -> Iterator[tuple[str, int, torch.nn.Module]]:
+    """Yield (block, global layer_number, layer) of the language model's layers."""
     for chunk in model:
         is_planned = _planned_paths(chunk)
         for path, block, number, layer in _outermost_layers(chunk):
             if is_planned(path):
-                for name, module in layer.named_modules():
-                    yield block, number, name, module
+                yield block, number, layer
 
 
 def _outermost_layers(

@@ -357,10 +357,14 @@ def parse_divergences(value: Any, source: str = "divergences") -> Divergences:
 
 
 def _snip_config(config: dict[str, Any]) -> SnipConfig | None:
-    """Return SNIP's settings; those that this version does not have are ignored."""
+    """Return SNIP's settings; those that this version does not have are ignored.
+
+    So are its plugins: who reads a run's files must not import what they name.
+    """
     values = config.get("snip")
     if isinstance(values, dict):
-        known = {key: value for key, value in values.items() if key in SnipConfig.model_fields}
+        names = SnipConfig.model_fields.keys() - {"plugins"}
+        known = {key: value for key, value in values.items() if key in names}
         with contextlib.suppress(UsageError):
             return make_config(known)
     return None

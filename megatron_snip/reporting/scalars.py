@@ -25,7 +25,7 @@ Unknown values (None, NaN, infinite) are left out.
 
 import math
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 from megatron_snip.reporting.events import (
@@ -91,8 +91,8 @@ class ScalarSeries:
         overhead = 100.0 * measured.seconds / elapsed_s if elapsed_s > 0 else None
         lowest = measured.divergences.of_lowest()
         found: dict[str, Any] = {
-            "snip/divergence/loss_total": sum(each.loss_divergence for each in lowest),
-            "snip/divergence/weight_total": sum(each.weight_divergence for each in lowest),
+            "snip/divergence/loss_total": _finite_sum(each.loss_divergence for each in lowest),
+            "snip/divergence/weight_total": _finite_sum(each.weight_divergence for each in lowest),
             "snip/4_refresh_overhead_percent": overhead,
             "snip/refresh/measure_s": measured.seconds,
         }
@@ -127,6 +127,12 @@ class ScalarSeries:
 
     def _counters(self) -> dict[str, Any]:
         return {"snip/refresh/failed": self._failed, "snip/1_guard_events": self._guarded}
+
+
+def _finite_sum(values: Iterable[float]) -> float | None:
+    """Return the sum without the linears that have no finite value; None if no linear has one."""
+    finite = [value for value in values if math.isfinite(value)]
+    return math.fsum(finite) if finite else None
 
 
 def _metric_name(name: str) -> str:

@@ -127,14 +127,17 @@ class HealthTable:
         return found
 
     def worst(self, most: int | None = NUM_WORST) -> list[Finding]:
-        """Return `most` findings of each measure, without zeros; None returns all, with zeros."""
+        """Return `most` findings of each measure; None returns all.
+
+        Those that are 0 are left out of the `most`, unless small values are bad.
+        """
         worst: list[Finding] = []
         for measure in MEANINGS:
             findings = self.findings(measure)
             if most is None:
                 worst += findings
             else:
-                worst += [each for each in findings[:most] if each.value]
+                worst += [each for each in findings[:most] if each.value or measure in SMALL_IS_BAD]
         return worst
 
     def beyond(self, measure: HealthMeasure, sign: float, limit: float) -> list[Finding]:

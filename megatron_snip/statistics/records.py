@@ -82,10 +82,11 @@ class LinearStatistics(LinearInfo):
     """Statistics of one linear (of all experts of a layer together, for a mixture of experts).
 
     Attributes:
-        microbatches: Number of microbatches observed, over all data ranks; 0 if none was.
+        microbatches: Number of microbatches observed, over all data ranks; 0 if none was. Experts
+            count each microbatch once for every expert.
         tokens: Number of tokens in these microbatches.
         input_square: The sum of |X|^2.
-        weight_square: |W|^2; the mean over experts that had tokens.
+        weight_square: |W|^2; the mean over experts.
         output_square: The sum of |Y|^2, without bias.
         grad_square: The sum of |G|^2.
         input_grad_square: The sum of |dX|^2.

@@ -6,17 +6,21 @@ from pathlib import Path
 
 import pytest
 
+from megatron_snip.__main__ import main
 from megatron_snip.config import make_config
 from megatron_snip.errors import UsageError
 from megatron_snip.planning import solver_process
 from megatron_snip.planning.plan import PrecisionPlan
 from megatron_snip.planning.planner import make_plan
+from megatron_snip.planning.problem import write_problem
 from megatron_snip.planning.settings import PlanSettings
 from megatron_snip.planning.solver_process import worker_command, worker_environment
 from megatron_snip.plugins import load_plugins
+from megatron_snip.reporting.run_record import read_run
 from megatron_snip.reporting.writers import added_writers
 from tests.processes import run_copy
 from tests.unit.planning.build import problem_of
+from tests.unit.reporting.runs import Shape, config, write_run
 
 PLUGIN = """
 from dataclasses import replace
@@ -106,3 +110,29 @@ def test_the_solvers_process_has_the_plugins_of_the_run(
 def test_what_cannot_be_imported_is_named() -> None:
     with pytest.raises(UsageError, match="plugins: cannot import 'no_such_module': ModuleNot"):
         make_config({"plugins": "no_such_module"})
+
+
+def test_a_command_has_the_plugins_that_stand_before_it(
+    module: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    problem = tmp_path / "problem.json"
+    write_problem(problem_of([[0.0, 1.0]] * 4, target=0.5), problem)
+    words = ["plan", str(problem), "--policy", "first-first"]
+
+    def plan() -> None:
+        assert main(words) == 2
+        assert "first-first" in capfd.readouterr().err
+        assert main(["--plugins", module, *words]) == 0
+        assert main([f"--plugins={module},", *words]) == 0
+        assert main(["--plugins"]) == main(["--plugins", ""]) == 2
+
+    assert run_copy(plan) == 0
+
+
+def test_a_run_that_names_a_module_does_not_get_it_imported(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", Shape(config()))
+    settings = run / "config.yaml"
+    text = settings.read_text()
+    assert "plugins: []" in text
+    settings.write_text(text.replace("plugins: []", "plugins: [no_such_module]"))
+    assert read_run(run).snip == config()

@@ -54,14 +54,22 @@ def _uniform(name: str) -> TERecipe:
 
 def _default_recipe(config: Any, name: str) -> str:
     run = RunPrecision.of(config)
-    if not run.kind or _is_bf16_layer(config, name):
+    block, layer, _ = split_linear_name(name)
+    if not run.kind or is_bf16_layer(config, block, layer):
         return "bf16"
     return recipe_of(run) or CUSTOM
 
 
-def _is_bf16_layer(config: Any, name: str) -> bool:
-    block, layer, _ = split_linear_name(name)
-    if not getattr(config, "first_last_layers_bf16", False) or block != "decoder":
+def is_bf16_layer(config: Any, block: str, layer: int) -> bool:
+    """Return whether Megatron's `--first-last-layers-bf16` keeps a layer in BF16.
+
+    Args:
+        config: the settings of the layer: the encoder of a T5 has its own, with its own number of
+            layers.
+        block: the layer's transformer block. Megatron never counts those of `mtp` as first or last.
+        layer: its 0-based index over all stages.
+    """
+    if not getattr(config, "first_last_layers_bf16", False) or block == "mtp":
         return False
     first = int(config.num_layers_at_start_in_bf16)
     last = int(config.num_layers) - int(config.num_layers_at_end_in_bf16)

@@ -3,6 +3,7 @@
 import json
 import logging
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -77,6 +78,14 @@ def test_fprop_s_share_grows_with_the_root_of_the_microbatches(
     forward = sum(weight_divergence(s, Option("fp4", "bf16", "bf16"), kappa) ** 2 for s in linears)
     wgrad = sum(weight_divergence(s, Option("bf16", "bf16", "fp4"), kappa) ** 2 for s in linears)
     assert forward == pytest.approx(ratio * wgrad)
+
+
+def test_experts_count_no_microbatch_more_than_once() -> None:
+    """Their linears have one microbatch for each expert."""
+    dense = [linear(i, microbatches=4.0, fp4=errors(1.0)) for i in range(2)]
+    of_experts = [replace(each, microbatches=4.0 * 64) for each in dense]
+    kappa = fprop_scale([*dense, *of_experts, *of_experts], "fp4")
+    assert kappa == pytest.approx(fprop_scale(dense, "fp4"))
 
 
 def test_without_a_gradient_nothing_is_scaled() -> None:

@@ -12,7 +12,12 @@ from megatron.core.transformer.mlp import MLPSubmodules
 
 from megatron_snip.errors import UnsupportedError
 from megatron_snip.formats import get_format
-from megatron_snip.linears.discovery import current_topology, find_linears, global_linears
+from megatron_snip.linears.discovery import (
+    bf16_layer_pins,
+    current_topology,
+    find_linears,
+    global_linears,
+)
 from megatron_snip.linears.model import PlannedModel
 from megatron_snip.log import forget_warnings
 from megatron_snip.options import Option
@@ -58,6 +63,24 @@ def test_layers_have_global_numbers(make_model: MakeModel) -> None:
     names = {p.name for _, (p,) in find_linears([model], Topology(stage=2))}
     assert names == {f"decoder.layers.{i}.{name}" for i in (5, 6) for name in IN_LAYER}
     assert {p.stage for _, (p,) in find_linears([model], Topology(stage=2))} == {2}
+
+
+@pytest.mark.parametrize(("at_end", "kept"), [(1, [0, 3]), (2, [0, 2, 3]), (9, [0, 1, 2, 3])])
+def test_the_layers_that_a_job_keeps_in_bf16_become_pins(
+    make_model: MakeModel, at_end: int, kept: list[int]
+) -> None:
+    """Of every block, each with its own settings: a T5 has two, and a BERT has an encoder only."""
+    blocks = torch.nn.ModuleDict()
+    for block in ("encoder", "mtp"):
+        blocks[block] = make_model(num_layers=4).decoder
+        assert bf16_layer_pins([blocks], Topology()) == ()
+        config = blocks[block].config
+        config.num_layers_at_start_in_bf16 = 1
+        config.num_layers_at_end_in_bf16 = at_end
+    for block in blocks.values():
+        block.config.first_last_layers_bf16 = True
+    pins = bf16_layer_pins([blocks], Topology())
+    assert pins == tuple(f"encoder.layers.{layer}.*=bf16" for layer in kept)
 
 
 def test_experts_share_a_row(make_model: MakeModel) -> None:

@@ -1,7 +1,11 @@
 """Patches are found by name and signature, installed once, and undone to the very objects."""
 
+import functools
+import importlib.util
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
@@ -10,8 +14,9 @@ from megatron.core.rerun_state_machine import RerunStateMachine
 
 from megatron_snip.errors import UnsupportedError
 from megatron_snip.log import forget_warnings
+from megatron_snip.patches.imports import when_imported
 from megatron_snip.patches.install import CORE_PATCHES, MEGATRON_LM, REGISTRY, install_for
-from megatron_snip.patches.registry import BRIDGE, CORE, Package, Registry
+from megatron_snip.patches.registry import BRIDGE, CORE, Call, Package, Patch, Registry, Session
 
 ALL = ("always", "--snip", "--cpu")
 PATCHES = (*MEGATRON_LM.patches, *CORE_PATCHES)
@@ -81,11 +86,62 @@ def test_a_changed_signature_names_the_parameters(fake: Any, registry: Registry)
         match=r"train_step\(data_iterator, model\) without forward_backward_func, iteration",
     ):
         registry.install(ALL)
-    fake.training.train_step = lambda **kwargs: ({}, 0)  # takes everything
+    # A wrapper without `functools.wraps` hides what SNIP reads.
+    fake.training.train_step = lambda *args, **kwargs: ({}, 0)
+    with pytest.raises(UnsupportedError, match=r"train_step\(args, kwargs\) without forward_back"):
+        registry.install(ALL)
+
+
+def test_a_function_that_returns_too_little_is_named(fake: Any, registry: Registry) -> None:
+    fake.training.train_step = lambda forward_backward_func, iteration: ({}, 0)
     registry.install(ALL)
     with pytest.raises(UnsupportedError, match="train_step that returns 2, not 6 items"):
-        fake.training.train_step()
+        fake.training.train_step(None, 3)
     registry.uninstall()
+
+
+def test_arguments_reach_the_original_as_they_were_passed() -> None:
+    """Another tool that has wrapped the function may look for some by name."""
+
+    def function(first: int, *rest: int, named: int = 0, **others: int) -> None:
+        raise AssertionError
+
+    @functools.wraps(function)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        return args, kwargs
+
+    def handler(call: Call, _: Session) -> Any:
+        call.arguments["first"] += 10
+        return call.run()
+
+    patched = Patch("m", "f", (), handler=handler).wrapper(wrapped, Session())
+    assert patched(1) == ((11,), {})
+    assert patched(first=1, named=2) == ((), {"first": 11, "named": 2})
+    assert patched(1, 2, 3, named=4, other=5) == ((11, 2, 3), {"named": 4, "other": 5})
+
+
+def test_who_looks_for_a_module_or_fails_to_import_it_does_not_end_the_watch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(tmp_path))
+    seen: list[str] = []
+    end = when_imported("watched", lambda: seen.append("imported"))
+    assert importlib.util.find_spec("watched") is None
+    (tmp_path / "watched.py").write_text("import no_such_module_of_anybody")
+    importlib.invalidate_caches()
+    assert importlib.util.find_spec("watched") is not None
+    with pytest.raises(ModuleNotFoundError):
+        importlib.import_module("watched")
+    assert seen == []
+    (tmp_path / "watched.py").write_text("x = 'another length'")
+    importlib.invalidate_caches()
+    module = importlib.import_module("watched")
+    monkeypatch.delitem(sys.modules, "watched")
+    assert seen == ["imported"] and not isinstance(module.__loader__, type(end.__self__))
+    end()
+    importlib.import_module("watched")
+    monkeypatch.delitem(sys.modules, "watched")
+    assert seen == ["imported"]
 
 
 def test_a_package_that_megatron_lacks_is_named(fake: Any, registry: Registry) -> None:

@@ -158,16 +158,6 @@ def test_other_words_are_as_they_were_given() -> None:
         config_of("--snip-output-dir", "")
 
 
-@pytest.mark.parametrize(
-    ("at_end", "pinned"), [(2, ["0", "2", "3"]), (3, ["0", "1", "2", "3"]), (9, list("0123"))]
-)
-def test_megatrons_bf16_layers_become_pins(at_end: int, pinned: list[str]) -> None:
-    ends = {"num_layers_at_start_in_bf16": 1, "num_layers_at_end_in_bf16": at_end}
-    words = ("--snip-pins", "decoder.layers.1.*=fp8")
-    pins = config_of(*words, first_last_layers_bf16=True, num_layers=4, **ends).pins
-    assert pins == (*(f"decoder.layers.{n}.*=bf16" for n in pinned), "decoder.layers.1.*=fp8")
-
-
 @pytest.fixture
 def attached(fake: Any, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     calls: list[Any] = []

@@ -5,6 +5,7 @@ import math
 import re
 import sys
 import time
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,6 +14,7 @@ from unittest.mock import MagicMock
 
 import pytest
 
+from megatron_snip.divergence.quality_loss import OptionDivergence
 from megatron_snip.errors import UsageError
 from megatron_snip.log import forget_warnings
 from megatron_snip.reporting import writers
@@ -67,8 +69,8 @@ def test_the_first_names_answer_whether_training_is_safe_and_faster(
             "snip/refresh/failed": 1,
             "snip/1_guard_events": 1,
             "snip/refresh/changed_linears": 12,
-            "snip/divergence/loss_total": sum(d.loss_divergence for d in lowest),
-            "snip/divergence/weight_total": sum(d.weight_divergence for d in lowest),
+            "snip/divergence/loss_total": math.fsum(d.loss_divergence for d in lowest),
+            "snip/divergence/weight_total": math.fsum(d.weight_divergence for d in lowest),
             "snip/health/sqnr_db/input/median": 24.5,
             "snip/health/sqnr_db/input/worst": 19.0,
             "snip/health/underflow/input/median": 0.055,
@@ -98,6 +100,22 @@ def test_unknown_values_are_left_out() -> None:
     blind = PLAN.model_copy(update={"objective": None, "bound": None})
     values = ScalarSeries({}).values(Event(4, applied(SHAPE, blind)))
     assert "snip/2_quality_loss_share" not in values
+
+
+def test_a_linear_without_a_divergence_takes_no_series_away() -> None:
+    """Frozen first layers have none."""
+    known = dict(MEASURED.divergences.linears)
+    none = OptionDivergence(math.nan, math.nan, None, math.nan, math.nan)
+    without = dict.fromkeys(known.popitem()[1], none)
+    for linears, num_known in (
+        ({**known, "frozen": without}, len(known)),
+        ({"frozen": without}, 0),
+    ):
+        divergences = replace(MEASURED.divergences, linears=linears)
+        values = ScalarSeries({}).values(Event(4, replace(MEASURED, divergences=divergences)))
+        total = sum(each.loss_divergence for each in divergences.of_lowest()[:num_known])
+        found = [value for name, value in values.items() if name == "snip/divergence/loss_total"]
+        assert found == ([pytest.approx(total)] if num_known else [])
 
 
 def test_wandb_that_cannot_start_is_one_line(

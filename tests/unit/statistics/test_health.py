@@ -15,7 +15,7 @@ from megatron_snip.quantizers.together import (
     quantize_dequantize_operands,
 )
 from megatron_snip.statistics.health import OperandCounts, health_sums
-from megatron_snip.statistics.health_table import HealthTable, LinearHealth
+from megatron_snip.statistics.health_table import MEANINGS, HealthTable, LinearHealth
 from megatron_snip.statistics.observer import StepObserver
 from megatron_snip.statistics.sample import MeasureSettings
 from megatron_snip.topology import Topology
@@ -112,3 +112,21 @@ def test_a_tile_whose_scale_is_rounded_to_zero_underflows_and_does_not_saturate(
     counts.add(original, fmt, quantized)
     square, num_zeroed, num_saturated, *scales = health_sums([counts], torch.ones(2, 1))[0, 0]
     assert (square, num_zeroed, num_saturated, sum(scales)) == (1, x.numel() - 1, 0, 1)
+
+
+def test_a_tensor_that_vanishes_is_the_worst_and_one_without_underflow_is_not_listed() -> None:
+    """Its error is as large as itself: 0 dB."""
+    toy = Toy.make("column", microbatches=1)
+    settings = MeasureSettings(equations.FORMATS, STEP, SEED, all_tokens=True)
+    toy.observed(Topology(), settings)
+    assert toy.health is not None
+    (sound,) = toy.health.linears
+    operands = {
+        name: {operand: replace(found, sqnr_db=0.0, underflow=0.0)}
+        for name, of_format in sound.operands.items()
+        for operand, found in of_format.items()
+    }
+    table = replace(toy.health, linears=(sound, replace(sound, name="gone", operands=operands)))
+    worst = {measure: [f for f in table.worst() if f.measure == measure] for measure in MEANINGS}
+    assert worst["sqnr_db"][0].linear == "gone" and worst["sqnr_db"][0].value == 0.0
+    assert all(each.value > 0 for each in worst["underflow"])
