@@ -11,18 +11,21 @@ and no linear reads its plan.
 All ranks see the same plan, so they decide alike. The log says how long each capture took.
 """
 
+from __future__ import annotations
+
 import logging
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megatron_snip.collectives import gather_json
-from megatron_snip.linears.model import PlannedModel
-from megatron_snip.linears.planned_linear import PlannedLinear
-from megatron_snip.linears.te.linear import RecipeTELinear
 from megatron_snip.patches.registry import Call, Session, patch
+
+if TYPE_CHECKING:  # they import Megatron
+    from megatron_snip.linears.model import PlannedModel
+    from megatron_snip.linears.planned_linear import PlannedLinear
 
 logger = logging.getLogger(__name__)
 
@@ -214,6 +217,7 @@ class Graphs:
 
 def _capture_hook(linear: PlannedLinear, captured: set[str]) -> Callable[..., None]:
     """Return a hook for a linear's forward while layers are captured; it notes the linear."""
+    from megatron_snip.linears.te.linear import RecipeTELinear
 
     def before_forward(module: Any, args: Any) -> None:
         captured.add(linear.name)

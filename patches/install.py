@@ -2,8 +2,9 @@
 
 `python -m megatron_snip SCRIPT` and `import megatron_snip.auto` call `install_for`, and a
 SnipCallback calls `install_for_callback`. Without `--snip` only what reads settings is patched, and
-training stays Megatron's. A loop's patches are installed when the script has imported the loop, so
-a job needs only the one that it uses.
+training stays Megatron's. The patches are installed when the script has imported a loop, so the
+script decides which Megatron that is: nothing here imports Megatron before. Megatron-Bridge imports
+Megatron-LM's loop as well; a script of Megatron-LM needs no Bridge.
 """
 
 import atexit
@@ -106,7 +107,7 @@ def install_for(words: Sequence[str], start: Sequence[str] = ()) -> list[str]:
 
     Raises:
         SystemExit: with status 2, after one line, on a bad `--snip-*` flag, or if Megatron lacks
-            a function that SNIP needs; for a loop when the script imports it.
+            a function that SNIP needs: when the script imports a loop.
     """
 
     def install() -> list[str]:
@@ -134,16 +135,15 @@ def install_for_callback() -> Session:
 def _install(asked: set[Mode], loops: Sequence[Loop]) -> None:
     if cpu.is_installed():
         asked.add("--cpu")
-    REGISTRY.install(asked, CORE_PATCHES)
     for loop in loops:
         found = partial(arguments.exit_on_error, partial(_install_loop, loop, asked))
         REGISTRY.on_uninstall(when_imported(loop.module, found))
 
 
 def _install_loop(loop: Loop, asked: set[Mode]) -> None:
-    """Install the patches on a loop that a script has imported."""
+    """Install the patches on a loop that a script has imported, and on Megatron-Core."""
     try:
-        REGISTRY.install(asked, loop.patches)
+        REGISTRY.install(asked, (*CORE_PATCHES, *loop.patches))
     except UnsupportedError:
         REGISTRY.session.found_megatron = True  # the script ends here, and the error says why
         raise

@@ -4,6 +4,7 @@ Recipe runners of Megatron-Bridge do so, to have environment variables set befor
 """
 
 import os
+import re
 import sys
 from collections.abc import Callable, Sequence
 from functools import wraps
@@ -14,6 +15,10 @@ from megatron_snip.patches.registry import replace_attribute
 
 START = ("-m", "megatron_snip")
 """Words before a script's name that start it with SNIP."""
+
+
+LAUNCHERS = ("torch.distributed.run", "torch.distributed.launch")
+"""Modules that run the script which follows them."""
 
 
 def keep_in_new_program(start: Sequence[str], flags: Sequence[str]) -> Callable[[], None]:
@@ -56,9 +61,14 @@ def keep_in_new_program(start: Sequence[str], flags: Sequence[str]) -> Callable[
 
 def _place_of_script(words: Sequence[str]) -> int:
     """Return where a command line names the script that Python runs; 0 if it does not."""
-    is_python = False
+    programs = (Path(word).name for word in words if not word.startswith("-") and "=" not in word)
+    program = next((name for name in programs if name != "env"), "")
+    if re.fullmatch(r"python[\d.]*", program) is None:
+        return 0
     for place, word in enumerate(words):
-        if is_python and word.endswith(".py") and Path(word).is_file():
+        if word.endswith(".py") and Path(word).is_file():
             return place
-        is_python = is_python or Path(word).name.startswith("python")
+        runs_other_module = place > 0 and words[place - 1] == "-m" and word not in LAUNCHERS
+        if word == "-c" or runs_other_module:
+            return 0  # what ends in .py after it is an argument
     return 0

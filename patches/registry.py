@@ -96,6 +96,7 @@ class Session:
 
     Attributes:
         cli_flags: `--snip-*` flags of the command line, by attribute of the namespace.
+        with_snip: whether the patches of runs with SNIP are installed.
         config: settings of a SnipCallback, which take the place of flags, or None.
         has_callback: whether the script has created a SnipCallback.
         found_megatron: whether the script turned out to be one of Megatron's: it has reached
@@ -113,6 +114,7 @@ class Session:
     """
 
     cli_flags: dict[str, Any] = field(default_factory=dict)
+    with_snip: bool = False
     config: SnipConfig | None = None
     has_callback: bool = False
     found_megatron: bool = False
@@ -329,6 +331,7 @@ class Registry:
         Raises:
             UnsupportedError: if a function is missing or lacks a parameter; nothing is changed.
         """
+        self.session.with_snip = self.session.with_snip or "--snip" in asked
         patches = self.patches if patches is None else patches
         wanted = [p for p in patches if p.when in asked and p.target not in self._installed]
         wanted = [p for p in wanted if not (p.optional and p.problem())]

@@ -86,13 +86,14 @@ def train_step(call: Call, session: Session) -> Any:
 def step_end(call: Call, session: Session) -> Any:
     """All ranks: report an iteration, after Bridge's log and evaluation."""
     state, optimizer = call.arguments["state"], call.arguments["optimizer"]
-    end_step(
-        session,
-        int(state.train_state.step),
-        optimizer,
-        seq_length=int(state.cfg.model.seq_length),
-        log_interval=int(state.cfg.logger.log_interval),
-    )
+    if session.controller is not None:
+        end_step(
+            session,
+            int(state.train_state.step),
+            optimizer,
+            seq_length=int(state.cfg.model.seq_length),
+            log_interval=int(state.cfg.logger.log_interval),
+        )
     return call.run()
 
 

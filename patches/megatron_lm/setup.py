@@ -7,18 +7,29 @@ controller is attached when Megatron has built the model and loaded a checkpoint
 from dataclasses import replace
 from typing import Any
 
+from megatron_snip.errors import UsageError
 from megatron_snip.patches.arguments import exit_on_error, snip_config
 from megatron_snip.patches.attach import attach
 from megatron_snip.patches.registry import CORE, Call, Session, patch
 
 
-@patch("megatron.training.arguments", "validate_args", needs=("args",))
+@patch("megatron.training.arguments", "validate_args", needs=("args",), when="always")
 def validation(call: Call, session: Session) -> Any:
     """Check SNIP's settings after Megatron has validated its own."""
     result = call.run()
     config = exit_on_error(lambda: snip_config(call.arguments["args"], session.cli_flags))
+    if config.enabled and not session.with_snip:
+        exit_on_error(_refuse_late_flag)
     session.makes_plans = config.enabled and not config.collect_only
     return result
+
+
+def _refuse_late_flag() -> None:
+    raise UsageError(
+        "the script gave this flag itself, after its command line had been read; give it where the "
+        "script is started: python -m megatron_snip SCRIPT ARGS --snip",
+        field="enabled",
+    )
 
 
 validation_before_0_18 = replace(validation, module="megatron.training.initialize", optional=True)

@@ -3,6 +3,8 @@
 import ast
 import functools
 import importlib.util
+import subprocess
+import sys
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
@@ -150,6 +152,15 @@ def test_names_that_slow_tests_and_benchmarks_import_exist() -> None:
             wanted = {alias.name for alias in node.names} - known
             missing += [f"{file.relative_to(ROOT)}: {node.module}.{name}" for name in wanted]
     assert missing == []
+
+
+def test_a_script_decides_which_megatron_is_imported() -> None:
+    """It may put a checkout first on the path before it imports Megatron."""
+    code = (
+        "import sys; from megatron_snip.patches.install import install_for; install_for(['--snip'])"
+        "; sys.exit('megatron' in sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_no_test_module_imports_from_another() -> None:

@@ -48,8 +48,26 @@ def test_a_script_is_started_with_snip(
     assert programs == [(sys.executable, words, {"AGAIN": "1"})]
 
 
+@pytest.mark.parametrize(
+    "before",
+    [["env", "A=1", "python3.12"], ["python", "-m", "torch.distributed.run", "--nnodes", "2"]],
+)
+def test_a_launcher_before_the_script_stays_there(programs: Programs, before: list[str]) -> None:
+    end = keep_in_new_program(START, FLAGS)
+    os.execve(before[0], [*before, "recipe.py"], {})
+    end()
+    assert programs == [(before[0], [*before, *START, "recipe.py", *FLAGS], {})]
+
+
 def test_other_programs_and_what_starts_with_snip_are_left_alone(programs: Programs) -> None:
-    lines = (["ls", "recipe.py"], ["python", "-m", "megatron_snip", "recipe.py"], ["python", "-V"])
+    lines = (
+        ["ls", "recipe.py"],
+        ["grep", "python", "recipe.py"],
+        ["python", "-m", "megatron_snip", "recipe.py"],
+        ["python", "-m", "package", "recipe.py"],
+        ["python", "-c", "pass", "recipe.py"],
+        ["python", "-V"],
+    )
     end = keep_in_new_program(START, FLAGS)
     for words in lines:
         os.execve(words[0], words, {})

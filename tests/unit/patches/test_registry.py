@@ -21,6 +21,7 @@ from megatron_snip.patches.registry import BRIDGE, CORE, Call, Package, Patch, R
 ALL = ("always", "--snip", "--cpu")
 PATCHES = (*MEGATRON_LM.patches, *CORE_PATCHES)
 ARGUMENTS = "megatron.training.arguments.add_megatron_arguments"
+VALIDATION = "megatron.training.arguments.validate_args"
 NEEDED = {p.target for p in PATCHES if p.handler is not None and not p.optional}
 IN_THIS_RELEASE = {
     p.target
@@ -167,7 +168,7 @@ def test_pre_releases_of_tested_releases_count_as_tested(
 
 def test_the_command_line_decides_what_is_installed(of_process: Registry) -> None:
     assert install_for(["--lr", "0.1"]) == ["--lr", "0.1"]
-    assert of_process.installed == {ARGUMENTS}
+    assert of_process.installed == {ARGUMENTS, VALIDATION}
     for _ in range(2):  # a second call changes nothing
         words = ["--snip", "--lr", "0.1", "--snip-interval", "9", "model.seed=9"]
         assert install_for(words) == ["--lr", "0.1", "model.seed=9"]

@@ -162,7 +162,7 @@ def test_other_words_are_as_they_were_given() -> None:
 def attached(fake: Any, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     calls: list[Any] = []
     monkeypatch.setattr(setup, "attach", lambda *args: calls.append(args))
-    Registry([setup.validation, setup.model_setup]).install({"--snip"})
+    Registry([setup.validation, setup.model_setup]).install({"always", "--snip"})
     return calls
 
 
@@ -177,6 +177,17 @@ def test_a_controller_is_attached_to_what_megatron_built(fake: Any, attached: li
     assert fake.calls == [("setup", ("gpt",), {"cfg_container": "container"})]
     ((_, config, _, model, optimizer, *_),) = attached
     assert config.enabled and model == ["model"] and optimizer == "optimizer"
+
+
+def test_a_flag_that_the_script_gives_itself_comes_too_late(
+    fake: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Registry([setup.validation, setup.model_setup]).install({"always"})
+    fake.arguments.validate_args(fake.args, {})
+    fake.args.snip_enabled = True
+    with pytest.raises(SystemExit):
+        fake.arguments.validate_args(fake.args, {})
+    assert "error: --snip: the script gave this flag itself" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("rank", ["0", "1"])
