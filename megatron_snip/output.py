@@ -51,7 +51,19 @@ def yaml_text(value: Mapping[str, Any], comment: Sequence[str] = (), **style: An
         style: arguments of `yaml.safe_dump`.
     """
     head = "".join(f"# {printable(line)}\n" for line in comment)
-    return head + str(yaml.safe_dump(dict(value), sort_keys=False, **style))
+    return head + str(yaml.dump(dict(value), Dumper=_Dumper, sort_keys=False, **style))
+
+
+def in_utf8(text: str) -> str:
+    """Return text with what UTF-8 cannot hold escaped: parts of a path in another encoding."""
+    return text.encode("utf-8", "backslashreplace").decode()
+
+
+class _Dumper(yaml.SafeDumper):
+    """Writes only what a YAML reader accepts."""
+
+
+_Dumper.add_representer(str, lambda dumper, text: dumper.represent_str(in_utf8(text)))
 
 
 def csv_text(rows: Iterable[Sequence[Any]]) -> str:

@@ -4,11 +4,14 @@ A run in progress is reported up to its last iteration.
 """
 
 import argparse
+import logging
 from importlib.util import find_spec
 from pathlib import Path
 
 from megatron_snip.cli.common import write_output
 from megatron_snip.errors import UsageError
+
+logger = logging.getLogger(__name__)
 
 DIRECTORY = "report"
 FILE = "report.html"
@@ -44,8 +47,14 @@ def run(args: argparse.Namespace) -> int:
     from megatron_snip.reporting.run_record import read_run
 
     run = read_run(args.run)
-    source = args.reference or (None if run.snip is None else run.snip.reference)
-    reference = None if source is None else read_reference(source)
+    reference = None
+    if args.reference is not None:
+        reference = read_reference(args.reference)
+    elif run.snip is not None and run.snip.reference is not None:
+        try:
+            reference = read_reference(run.snip.reference)
+        except UsageError as error:  # the run was copied, or is read from another folder
+            logger.warning("the report has no loss gap: %s; see --reference", error)
     output = args.run / DIRECTORY if args.output is None else args.output
     write_output(output / FILE, make_report(run, reference), make_folder=True)
     print(output / FILE)

@@ -4,6 +4,7 @@ Works on any run with refreshes, also on one that only measures (--snip-collect-
 """
 
 import argparse
+import contextlib
 import json
 import math
 import sys
@@ -16,7 +17,13 @@ from megatron_snip.directory import check_plain
 from megatron_snip.errors import UsageError
 from megatron_snip.files import read_json
 from megatron_snip.output import console, csv_text
-from megatron_snip.reporting.run_record import Divergences, numbered_files, parse_divergences
+from megatron_snip.reporting.run_record import (
+    Divergences,
+    last_refresh,
+    numbered_files,
+    parse_divergences,
+    read_metrics,
+)
 from megatron_snip.reporting.text import column, number
 from megatron_snip.statistics.health_table import MEANINGS, Finding, HealthTable
 
@@ -114,8 +121,15 @@ def _find(folder: Path, iteration: int | None) -> Path:
     if not files:
         raise UsageError(f"no statistics in '{run}': a refresh writes {folder}/<iteration>.json")
     if iteration is None:
-        return files[max(files)]
+        return _last_refresh(folder) or files[max(files)]
     if iteration not in files:
         known = ", ".join(map(str, list(files)[:20])) + (", ..." if len(files) > 20 else "")
         raise UsageError(f"--iteration: no refresh at {iteration} in '{run}'; there are {known}")
     return files[iteration]
+
+
+def _last_refresh(folder: Path) -> Path | None:
+    """Return the file of the run's last refresh; None if no iteration has ended with one."""
+    with contextlib.suppress(UsageError):  # no iteration has ended
+        return last_refresh(folder, read_metrics(folder.parent / "metrics.jsonl"))
+    return None

@@ -49,7 +49,7 @@ from megatron_snip.directory_lock import lock_directory
 from megatron_snip.divergence.quality_loss import divergences_dict
 from megatron_snip.errors import UsageError
 from megatron_snip.files import parse_json, without_nan, write_atomic
-from megatron_snip.output import yaml_text
+from megatron_snip.output import in_utf8, yaml_text
 from megatron_snip.planning.plan import PrecisionPlan, read_plan, write_plan
 from megatron_snip.planning.problem import write_problem
 from megatron_snip.reporting.events import (
@@ -111,7 +111,8 @@ class RunDirectory:
             case PlanApplied() as applied:
                 self._plan(event.iteration, applied)
             case Notice(kind, message):
-                self._row.setdefault("notices", []).append({"kind": kind, "message": message})
+                notice = {"kind": kind, "message": in_utf8(message)}
+                self._row.setdefault("notices", []).append(notice)
             case Metrics(values, is_addition=True):
                 self._complete_last_row(values)
             case Metrics(values):
@@ -130,6 +131,8 @@ class RunDirectory:
         # Not `tell`: it does not know what `_complete_last_row` added.
         self._last_row_start = self._metrics.seek(0, os.SEEK_END)
         self._metrics.write(json.dumps(without_nan(row)) + "\n")
+        if "plan_iteration" in row:
+            self._sync()
 
     def _complete_last_row(self, values: dict[str, Any]) -> None:
         """Add values to the last line of metrics.jsonl.
@@ -184,8 +187,8 @@ class RunDirectory:
         if applied.resolved is not None:
             resolved = {**applied.resolved, "plan_iteration": number}
             self._write_json("precision", iteration, resolved)
-        if applied.resumed and path.is_file():
-            return  # its first application is in the metrics
+        if applied.resumed and path.is_file() and self._named_plan(iteration) == number:
+            return
         # First the file: `read_run` refuses a row that names a plan without a file.
         write_plan(plan, path)
         self._row |= {
@@ -195,7 +198,23 @@ class RunDirectory:
         }
         if applied.saving_s is not None:
             self._row["predicted_saving_s"] = applied.saving_s
-        self._sync()
+
+    def _named_plan(self, iteration: int) -> int | None:
+        """Return the plan that metrics.jsonl names last up to an iteration.
+
+        A crash of the machine can lose the row that named the plan of a checkpoint.
+        """
+        path = self.path / "metrics.jsonl"
+        if not path.is_file():
+            return None
+        named: dict[int, int] = {}
+        for line in path.read_text(encoding="utf-8", errors="replace").split("\n")[:-1]:
+            at = _iteration_of(line)
+            named = {before: plan for before, plan in named.items() if before < at}
+            plan = parse_json(line, "metrics.jsonl").get("plan_iteration") if at else None
+            if plan is not None and at <= iteration:
+                named[at] = plan
+        return named[max(named)] if named else None
 
     def _sync(self) -> None:
         if self._metrics is not None:

@@ -80,6 +80,11 @@ class MetricRows:
         """The last iteration that has ended; 0 if none has."""
         return int(self.rows[-1]["iteration"]) if self.rows else 0
 
+    @property
+    def refreshes(self) -> frozenset[int]:
+        """The iterations at which a refresh ended."""
+        return frozenset(row["iteration"] for row in self.rows if "refresh_s" in row)
+
     def column(self, name: str) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
         """Return (iterations, values) of the rows that have `name`; null becomes NaN."""
         rows = [row for row in self.rows if name in row]
@@ -292,10 +297,9 @@ def read_run(path: Path) -> RunRecord:
     # row that is read here has its file.
     metrics = read_metrics(path / "metrics.jsonl")
     snip = _snip_config(config)
-    last = metrics.last_iteration
     plans = plan_spans(path, metrics)
-    measured = _last(path / "divergences", last)
-    problem = _last(path / "problems", last)
+    measured = last_refresh(path / "divergences", metrics)
+    problem = last_refresh(path / "problems", metrics)
     return RunRecord(
         path=path,
         config=config,
@@ -305,8 +309,8 @@ def read_run(path: Path) -> RunRecord:
         plans=plans,
         divergences=None if measured is None else read_divergences(measured),
         problem=None if problem is None else read_problem(problem),
-        health=tuple(_health(path / "health", last, plans)),
-        simulated=_simulated(path / "precision", last, snip),
+        health=tuple(_health(path / "health", metrics, plans)),
+        simulated=_simulated(path / "precision", metrics.last_iteration, snip),
     )
 
 
@@ -330,10 +334,10 @@ def read_metrics(path: Path) -> MetricRows:
     return MetricRows(tuple(rows))
 
 
-def _health(folder: Path, last_iteration: int, plans: Sequence[PlanSpan]) -> Iterator[HealthTable]:
+def _health(folder: Path, metrics: MetricRows, plans: Sequence[PlanSpan]) -> Iterator[HealthTable]:
     """Yield the tables of `RunRecord.health`."""
-    before_plans = _last(folder, plans[0].start - 1) if plans else None
-    for path in dict.fromkeys([before_plans, _last(folder, last_iteration)]):
+    before_plans = last_refresh(folder, metrics, plans[0].start - 1) if plans else None
+    for path in dict.fromkeys([before_plans, last_refresh(folder, metrics)]):
         if path is not None:
             yield HealthTable.from_dict(read_json(path, "health file"), f"health file '{path}'")
 
@@ -397,9 +401,10 @@ def plan_spans(path: Path, metrics: MetricRows) -> tuple[PlanSpan, ...]:
 
 def _simulated(folder: Path, last_iteration: int, snip: SnipConfig | None) -> bool | None:
     """Return whether the last precision file has simulated linears; None if that is not known."""
-    path = _last(folder, last_iteration)
-    if path is None:
+    files = [path for at, path in numbered_files(folder).items() if at <= last_iteration]
+    if not files:
         return True if snip is not None and snip.backend == "simulate" else None
+    path = files[-1]
     value = read_json(path, "precision file")
     try:
         return any("simulate" in linear["backend"] for linear in value["linears"])
@@ -413,7 +418,17 @@ def numbered_files(folder: Path) -> dict[int, Path]:
     return {int(path.stem): path for path in sorted(found, key=lambda path: int(path.stem))}
 
 
-def _last(folder: Path, last_iteration: int) -> Path | None:
-    """Return the file of the latest iteration up to `last_iteration`, or None."""
-    files = [path for at, path in numbered_files(folder).items() if at <= last_iteration]
-    return files[-1] if files else None
+def last_refresh(folder: Path, metrics: MetricRows, until: int | None = None) -> Path | None:
+    """Return the file of the run's last refresh, or None.
+
+    Files of other iterations are left over: the run went back to a checkpoint before them.
+
+    Args:
+        folder: holds the files.
+        metrics: the run's.
+        until: the last iteration that counts; None: the run's.
+    """
+    ends = metrics.last_iteration if until is None else until
+    files = numbered_files(folder)
+    found = [at for at in files if at in metrics.refreshes and at <= ends]
+    return files[found[-1]] if found else None

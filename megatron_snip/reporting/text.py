@@ -4,7 +4,7 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
-from megatron_snip.errors import listing
+from megatron_snip.errors import listing, printable
 from megatron_snip.options import Option
 
 SOLVER_NOISE = 1e-9
@@ -49,8 +49,10 @@ def seconds(value: float | None) -> str:
     """Return a duration: 40 ms, 12.3 s, 4 min 10 s, 3 h 20 min; or a dash."""
     if value is None or not math.isfinite(value):
         return "-"
+    if value < 0:
+        return "-" + seconds(-value)
     if value < 1:
-        return f"{1000 * value:.2g} ms" if value < 0.1 else f"{1000 * value:.0f} ms"
+        return f"{1000 * value:.2g} ms" if value < 0.0995 else f"{1000 * value:.0f} ms"
     if value < 100:
         return f"{value:.3g} s"
     minutes, rest = divmod(round(value), 60)
@@ -66,5 +68,6 @@ def option_counts(linears: Mapping[str, Option]) -> str:
 
 
 def label(name: str) -> str:
-    """Return a name of at most 24 characters; a longer one loses its middle."""
+    """Return a name of at most 24 printable characters; a longer one loses its middle."""
+    name = printable(name)
     return name if len(name) <= 24 else f"{name[:11]}..{name[-11:]}"

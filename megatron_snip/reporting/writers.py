@@ -154,7 +154,8 @@ class WandbWriter(_Dashboard):
     and each call could wait for half a minute.
 
     W&B refuses rows of earlier steps. A W&B run that continues after training went back to a
-    checkpoint has those rows already; they are left out, with one warning.
+    checkpoint has those rows already; they are left out, with one warning. Plans and alerts are
+    not.
     """
 
     _has_stopped = False
@@ -182,25 +183,16 @@ class WandbWriter(_Dashboard):
 
     def _log(self, iteration: int, payload: Payload, scalars: dict[str, float]) -> None:
         run = self._board.run
-        row = dict[str, Any](scalars)
         if run is None:
             return
         if iteration < run.step:
             warn_once(
                 logger,
-                "the W&B run is at a later step than training: iterations that it has already are "
-                "left out there",
+                "the W&B run is at a later step than training: rows of iterations that it has "
+                "already are left out there",
             )
-            return
-        for name, picture in pictures(payload).items():
-            row[name] = self._board.Image(picture)
-        if isinstance(payload, Measurement):
-            links = {name.removesuffix("/worst"): _panel(run, name) for name in row}
-            table = self._board.Table(columns=[*Finding._fields, "series"])
-            for each in payload.health.worst():
-                table.add_data(*each, links.get(f"snip/health/{each.measure}/{each.tensor}", ""))
-            row["snip/health/worst"] = table
-        run.log(row, step=iteration)
+        else:
+            run.log(self._row(payload, scalars), step=iteration)
         if isinstance(payload, PlanApplied):
             plan = payload.plan
             metadata = {"iteration": plan.iteration, "digest": plan.digest}
@@ -211,6 +203,20 @@ class WandbWriter(_Dashboard):
         elif isinstance(payload, Notice):
             title = f"SNIP: {payload.kind} at iteration {iteration}"
             run.alert(title=title, text=payload.message, level=self._board.AlertLevel.WARN)
+
+    def _row(self, payload: Payload, scalars: dict[str, float]) -> dict[str, Any]:
+        """Return a payload's row: numbers, pictures and a table of the worst health."""
+        row = dict[str, Any](scalars)
+        for name, picture in pictures(payload).items():
+            row[name] = self._board.Image(picture)
+        if isinstance(payload, Measurement):
+            run = self._board.run
+            links = {name.removesuffix("/worst"): _panel(run, name) for name in row}
+            table = self._board.Table(columns=[*Finding._fields, "series"])
+            for each in payload.health.worst():
+                table.add_data(*each, links.get(f"snip/health/{each.measure}/{each.tensor}", ""))
+            row["snip/health/worst"] = table
+        return row
 
     def close(self) -> None:
         """Leave the run to its maker."""

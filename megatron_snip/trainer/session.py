@@ -196,7 +196,7 @@ def make_writers(config: TrainConfig, directory: RunDirectory | None, done: int)
         from torch.utils.tensorboard import SummaryWriter as TensorBoardFiles
 
         threading.excepthook = partial(_thread_failed, threading.excepthook)
-        files = TensorBoardFiles(str(config.tensorboard_dir), purge_step=done or None)
+        files = TensorBoardFiles(str(config.tensorboard_dir), purge_step=done + 1 if done else None)
         writers.append(TensorBoardWriter(files, settings["snip"]))
     return writers
 

@@ -27,6 +27,15 @@ def test_the_last_refresh_is_a_table_of_100_columns_and_nothing_is_written(
     assert sorted(run.rglob("*")) == before
 
 
+def test_the_last_refresh_is_one_of_the_run_as_it_went_on(run: Path, printed: Any) -> None:
+    """It went back to a checkpoint of iteration 8."""
+    with (run / "metrics.jsonl").open("a") as stream:
+        stream.write('{"iteration": 9}\n')
+    assert "iteration 3, loss 4" in printed("stats", run)
+    (run / "metrics.jsonl").unlink()
+    assert "iteration 19, loss 4" in printed("stats", run)
+
+
 def test_iteration_and_order_can_be_chosen(run: Path, printed: Any) -> None:
     text = printed("stats", run, "--iteration", 11, "--sort", "loss")
     rows = [line.split() for line in text.splitlines() if "decoder" in line]

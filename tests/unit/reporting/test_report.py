@@ -176,6 +176,16 @@ def test_the_command_writes_one_file_and_prints_its_path(
     assert (folder / "off" / "report" / "report.html").stat().st_size > 10_000
 
 
+def test_a_reference_of_the_run_that_is_not_here_costs_the_gap_alone(
+    folder: Path, tmp_path: Path, printed: Any, refused: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The run was copied, or is read from another folder."""
+    run = write_run(tmp_path / "run", Shape(config(reference="runs/bf16")))
+    printed("report", run)
+    assert "the report has no loss gap: cannot find the reference 'runs/bf16'" in caplog.text
+    assert "cannot find" in refused("report", run, "--reference", "runs/bf16")
+
+
 def test_a_run_names_its_reference(folder: Path, tmp_path: Path, printed: Any) -> None:
     run = shutil.copytree(folder / "off", tmp_path / "run")
     config = yaml.safe_load((run / "config.yaml").read_text())
@@ -305,9 +315,9 @@ def test_small_and_large_models_are_drawn(tmp_path: Path, layers: int) -> None:
 def test_numbers() -> None:
     assert number(1.23456) == "1.235" and number(math.inf) == "-" and percent(0.6111) == "61.1%"
     assert quality(-3.79e-14) == "0" and quality(0.5) == "0.5"
-    durations = (None, 0.004, 0.5, 12.34, 250.0, 12000.0)
+    durations = (None, 0.004, 0.0996, 0.5, 12.34, 250.0, 12000.0, -0.25)
     assert [*map(seconds, durations)] == [
-        *("-", "4 ms", "500 ms", "12.3 s", "4 min 10 s", "3 h 20 min")
+        *("-", "4 ms", "100 ms", "500 ms", "12.3 s", "4 min 10 s", "3 h 20 min", "-250 ms")
     ]
 
 

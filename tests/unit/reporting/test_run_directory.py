@@ -157,6 +157,39 @@ def test_a_resumed_run_appends_and_writes_its_plan_only_where_it_is_missing(tmp_
         assert read_plan(tmp_path / folder / "plans" / "30.json") == PLAN
 
 
+def test_a_row_that_a_crash_has_lost_is_written_again(tmp_path: Path) -> None:
+    """A plan's file is synced before the row that names it."""
+    run = open_run(tmp_path, {}, "refuse")
+    for at in range(38, 43):
+        if at == 39:
+            run.write(Event(at, applied(SHAPE, PLAN)))
+        run.write(Event(at, Metrics({})))
+    run.close()
+    metrics = tmp_path / "metrics.jsonl"
+    first = metrics.read_text().splitlines(keepends=True)[0]
+    metrics.write_text(first + "\0" * 40)
+    open_run(tmp_path, {}, "continue", 42).close()
+    run = RunDirectory(tmp_path)
+    run.write(Event(42, applied(SHAPE, PLAN, num_changed=0, resumed=True)))
+    run.write(Event(43, Metrics({})))
+    run.close()
+    assert [row.get("plan_iteration") for row in rows(tmp_path)] == [None, 30]
+    assert read_run(tmp_path).plan == PLAN
+
+
+def test_text_that_utf_8_cannot_hold_is_written_so_that_it_is_read(tmp_path: Path) -> None:
+    """Paths are bytes: Python has those of a name in Latin-1 as lone surrogates."""
+    name = os.fsdecode(b"r\xe9sum\xe9")
+    settings = {"data_path": f"/data/{name}", "snip": config().model_dump(mode="json")}
+    run = open_run(tmp_path, settings, "refuse")
+    run.write(Event(1, Notice("refresh_failed", f"cannot write {name}")))
+    run.write(Event(1, Metrics({})))
+    run.close()
+    record = read_run(tmp_path)
+    assert record.config["data_path"] == r"/data/r\udce9sum\udce9"
+    assert record.metrics.rows[0]["notices"][0]["message"] == r"cannot write r\udce9sum\udce9"
+
+
 def test_two_plans_of_one_iteration_have_a_file_each(tmp_path: Path) -> None:
     """A run resumes with another plan in the iteration whose problem it solves again."""
     linears = dict.fromkeys(PLAN.linears, BF16)
@@ -311,6 +344,18 @@ def test_a_resumed_run_shows_only_what_it_repeated(tmp_path: Path) -> None:
     assert record.metrics.last_iteration == 10
     assert [(s.start, s.end) for s in record.plans] == [(5, 11)]
     assert record.divergences is not None and record.divergences.iteration == 3
+
+
+def test_a_refresh_that_the_run_did_not_repeat_is_not_its_last(tmp_path: Path) -> None:
+    """It went back to iteration 8, and refreshes at 3 only since."""
+    path = write_run(tmp_path / "run", SHAPE)
+    directory = RunDirectory(path)
+    for iteration in range(9, 23):
+        directory.write(Event(iteration, Metrics({"loss": 5.0})))
+    directory.close()
+    record = read_run(path)
+    assert record.divergences is not None and record.divergences.iteration == 3
+    assert [table.iteration for table in record.health] == [3]
 
 
 def test_a_run_in_progress_is_read_up_to_its_last_complete_line(tmp_path: Path) -> None:

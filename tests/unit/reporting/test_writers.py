@@ -186,6 +186,10 @@ def test_iterations_that_the_wandb_run_has_are_left_out_with_one_warning(
     for iteration in (90, 91, 100, 101):
         writer.write(Event(iteration, Metrics({"loss": 1.0})))
     assert list(module.run.rows) == [100, 101]
+    writer.write(Event(92, applied(SHAPE, PLAN)))
+    writer.write(Event(92, Notice("guard", "the loss jumped")))
+    assert list(module.run.rows) == [100, 101]
+    assert len(artifacts(module.run)) == 1 and module.run.alert.call_count == 1
     assert len([r for r in caplog.records if "are left out" in r.message]) == 1
 
 
