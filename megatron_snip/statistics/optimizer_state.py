@@ -75,6 +75,11 @@ class Shard:
         step = self.state.get("step", self.group.get("step", 0))
         return int(step.item() if isinstance(step, Tensor) else step or 0)
 
+    @property
+    def learning_rate(self) -> float:
+        """The learning rate of the parameter's group; 0 if it has none."""
+        return float(self.group.get("lr") or 0.0)
+
     def inverse_d_and_update(self) -> tuple[Tensor, Tensor] | None:
         """Return 1 / D and the update direction, [end - start] FP32 each; None without moments."""
         found = self.rule(self)

@@ -26,7 +26,6 @@ from megatron_snip.statistics.optimizer_state import (
     Shard,
     gradient_of,
     is_sharded,
-    learning_rate,
     optimizer_shards,
 )
 from megatron_snip.topology import Axis, LinearKind, Placement, Topology
@@ -43,6 +42,7 @@ class Sensitivity:
         row: FP32 [N].
         col: FP32 [K].
         update_square: |update|^2 over all shards of the linear, > 0.
+        step_square: |learning rate * update|^2 over all of them.
         num_replicas: how many data ranks hold each element of a sharded optimizer's state; more
             than 1 with `--num-distributed-optimizer-instances`.
     """
@@ -50,6 +50,7 @@ class Sensitivity:
     row: Tensor
     col: Tensor
     update_square: float
+    step_square: float
     num_replicas: int = 1
 
 
@@ -87,17 +88,20 @@ def gather_sensitivities(
     found = {}
     # One transfer from the device for all weights.
     numbers = torch.stack([s.scalars for s in sums.values()]).tolist() if sums else []
-    for placement, (num_known, update_square) in zip(weights, numbers, strict=True):
+    for placement, (num_known, *squares) in zip(weights, numbers, strict=True):
         num_elements = placement.in_features * placement.out_features
         # Every data rank may hold a copy of the moments: they count once for each.
         num_replicas, num_left = divmod(int(num_known), num_elements)
-        if num_replicas == 0 or num_left != 0 or not update_square > 0:
+        if num_replicas == 0 or num_left != 0:
+            continue
+        update_square, step_square = (square / num_replicas for square in squares)
+        if not update_square > 0:
             continue
         rows, cols, _ = sums[placement]
         factor, _ = sums[placement].shared(placement.kind)
         row = (rows / num_replicas).rsqrt().float()
         col = (cols / factor.sum()).rsqrt().float()
-        found[placement] = Sensitivity(row, col, update_square / num_replicas, num_replicas)
+        found[placement] = Sensitivity(row, col, update_square, step_square, num_replicas)
     return found
 
 
@@ -114,13 +118,12 @@ def weight_norms(
     Args:
         weights: this rank's weights; their gradients are reduced over data ranks.
         optimizer: Megatron's; a rank counts the part of a weight whose state it has.
-        sensitivities: D of the weights, with the size of each update.
+        sensitivities: D of the weights, with the size of each update and step.
         topology: this rank's place.
         loss_scale: the factor of the gradients; the norms are without it.
     """
     shards = optimizer_shards(optimizer)
     sharded = is_sharded(optimizer)
-    rate = learning_rate(optimizer) or 0.0
     found: dict[str, Tensor] = {}
     for placement, weight in weights.items():
         is_copy = placement.tensor.size == 1 and placement.tensor.rank != 0
@@ -138,8 +141,8 @@ def weight_norms(
             norms[0] = _square(_owned_by(shard, grad)) / loss_scale**2 / num_replicas
             norms[1] = _square(_owned_by(shard, high_precision(parameter))) / num_replicas
         is_first = rank == 0 and placement.tensor.rank == 0
-        if sensitivity is not None and is_first:  # `update_square` is that of the unsharded weight
-            norms[2] = rate**2 * sensitivity.update_square
+        if sensitivity is not None and is_first:  # `step_square` is that of the unsharded weight
+            norms[2] = sensitivity.step_square
         found[placement.name] = norms + found.get(placement.name, 0.0)
     return found
 
@@ -158,7 +161,8 @@ class ShardSums(NamedTuple):
     Attributes:
         rows: [N].
         cols: [K].
-        scalars: [2], the number of elements that have moments, and |update|^2.
+        scalars: [3], the number of elements that have moments, |update|^2 and
+            |learning rate * update|^2.
     """
 
     rows: Tensor
@@ -172,13 +176,14 @@ class ShardSums(NamedTuple):
         new = partial(torch.zeros, dtype=torch.float64, device=weight.device)
         rows = new(num_rows)
         cols = new(num_cols)
-        scalars = new(2)
+        scalars = new(3)
         found = None if shard is None else shard.inverse_d_and_update()
         if shard is None or found is None:
             return cls(rows, cols, scalars)
         inverse_d, update = found
         scalars[0] = shard.end - shard.start
         scalars[1] = _square(update)
+        scalars[2] = shard.learning_rate**2 * scalars[1]
         inverse = inverse_d.square_()
         # A shard is the end of a row, complete rows, and the beginning of a row. With rows of 4,
         # elements 6 to 12 are the end of row 1 (6, 7), row 2 (8 to 11), the beginning of row 3.

@@ -80,6 +80,7 @@ def _difference(found: dict[str, Sensitivity], truth: dict[str, Sensitivity]) ->
         for mine, theirs in ((a.row, b.row), (a.col, b.col)):
             worst = max(worst, ((mine - theirs).abs() / theirs).max().item())
         worst = max(worst, abs(a.update_square / b.update_square - 1))
+        worst = max(worst, abs(a.step_square / b.step_square - 1))
     return worst
 
 

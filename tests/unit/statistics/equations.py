@@ -74,7 +74,7 @@ class Toy:
         place = self.placement(topology)
         factors = ((self.row, "column"), (self.col, "row"))
         parts = [self._shard(factor, 0, kind, topology) for factor, kind in factors]
-        d = Sensitivity(*parts, self.update_square)
+        d = Sensitivity(*parts, self.update_square, step_square=0.0)
         observer = StepObserver(settings, topology, {place: d})
         weight_dim = 0 if self.kind == "column" else 1
         weight = self._shard(self.weight, weight_dim, self.kind, topology).requires_grad_()

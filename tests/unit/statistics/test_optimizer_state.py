@@ -19,8 +19,8 @@ from megatron_snip.statistics.optimizer_state import (
     optimizer_shards,
     steps_of_moments,
 )
-from megatron_snip.statistics.sensitivity import ShardSums, gather_sensitivities
-from megatron_snip.topology import Placement, Topology
+from megatron_snip.statistics.sensitivity import ShardSums, gather_sensitivities, weight_norms
+from megatron_snip.topology import Axis, Placement, Topology
 from tests.models import alone
 
 BETAS, EPS = (0.9, 0.95), 1e-8
@@ -231,3 +231,43 @@ def test_a_weight_without_all_moments_has_no_sensitivity(monkeypatch: pytest.Mon
     for partial in (part(shard, 0, 20), replace(shard, state={})):
         with monkeypatch.context() as patch:
             assert gathered(patch, weight, partial) is None
+
+
+@pytest.mark.parametrize("other_rate", [1e-3, 1e-1])
+def test_the_step_is_that_of_the_weights_own_learning_rate(other_rate: float) -> None:
+    """`--decoupled-lr`: the embedding, in another parameter group, has another rate."""
+    generator = torch.Generator().manual_seed(5)
+    weight, embedding = (torch.nn.Parameter(torch.ones(ROWS, COLS)) for _ in range(2))
+    groups = [{"params": [weight], "lr": 1e-2}, {"params": [embedding], "lr": other_rate}]
+    optimizer = torch.optim.AdamW(groups, betas=BETAS, weight_decay=0.0)
+    before = weight.detach().clone()
+    for _ in range(STEP):
+        before = weight.detach().clone()
+        for param in (weight, embedding):
+            param.grad = torch.randn(ROWS, COLS, generator=generator)
+        optimizer.step()
+    made = float((weight.detach() - before).double().square().sum())
+    place = Placement("fc1", 0, "column", COLS, ROWS)
+    found = gather_sensitivities({place: weight}, optimizer, Topology())
+    norms = weight_norms({place: weight}, optimizer, found, Topology(), loss_scale=1.0)
+    assert norms["fc1"][2].item() == pytest.approx(made, rel=1e-4)
+
+
+@pytest.mark.parametrize("num_replicas", [1, 3])
+def test_the_step_counts_once_over_ranges_replicas_and_ranks(
+    monkeypatch: pytest.MonkeyPatch, num_replicas: int
+) -> None:
+    weight, shard = weight_and_shard(separable=False)
+    shard = replace(shard, group={**shard.group, "lr": 0.5})
+    ranges = [part(shard, 0, 9), part(shard, 9, 24)]
+    found = gathered(monkeypatch, weight, *ranges * num_replicas)
+    wanted = 0.25 * float(d_and_update(shard)[1].square().sum())
+    assert found.num_replicas == num_replicas
+    total = 0.0
+    optimizer = torch.optim.SGD([weight], lr=7.0)  # its rate is not that of the shard
+    for rank, tensor in ((0, 0), (1, 0), (0, 1), (1, 1)):
+        place = Placement("fc1", 0, "column", COLS, ROWS, Axis(tensor, 2))
+        topology = Topology(tensor=place.tensor, data=Axis(rank, 2))
+        norms = weight_norms({place: weight}, optimizer, {place: found}, topology, 1.0)
+        total += norms["fc1"][2].item()
+    assert total == pytest.approx(wanted, rel=1e-5)
