@@ -356,6 +356,7 @@ class Registry:
     def uninstall(self) -> None:
         """End the session and restore the objects that `install` replaced."""
         self.session.end()
+        self.session.with_snip = False
         while self._uninstall_actions:
             action = self._uninstall_actions.pop()
             action()

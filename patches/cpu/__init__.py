@@ -32,7 +32,7 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 from megatron_snip.patches.cpu.collectives import one_by_one, plain_splits, uneven_all_gather
 from megatron_snip.patches.cpu.device import constant, cuda_answers, local_ranks
 from megatron_snip.patches.cpu.megatron import megatron_replacements
-from megatron_snip.patches.cpu.tensors import CudaOnCpu, active_modes, in_backward
+from megatron_snip.patches.cpu.tensors import CudaOnCpu, active_modes, in_backward, load_on_cpu
 from megatron_snip.patches.registry import replace_attribute
 
 _MODE = CudaOnCpu()
@@ -122,6 +122,7 @@ def _torch_replacements(
     for name in ("range_push", "range_pop"):
         yield torch.cuda.nvtx, name, constant(None)
     yield torch, "compile", _eager
+    yield torch, "load", load_on_cpu(torch.load)
     yield torch.Tensor, "record_stream", constant(None)
     if claim_cuda:
         yield torch.cuda, "is_available", constant(True)

@@ -61,6 +61,16 @@ def in_backward(mode: CudaOnCpu, original: Callable[..., Any]) -> Callable[..., 
     return run_backward
 
 
+def load_on_cpu(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap `torch.load` so that a CUDA device as the place of its tensors means the CPU."""
+
+    @functools.wraps(original)
+    def load(file: Any, map_location: Any = None, *args: Any, **kwargs: Any) -> Any:
+        return original(file, _on_cpu(map_location), *args, **kwargs)
+
+    return load
+
+
 def active_modes() -> list[Any]:
     """Return the function modes that are active, outermost first."""
     modes: list[Any] = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]

@@ -113,6 +113,15 @@ def test_cuda_devices_mean_the_cpu() -> None:
         assert torch.cuda.Event().query()
 
 
+@pytest.mark.usefixtures("patched")
+@pytest.mark.parametrize("place", ["cuda", "cuda:0", torch.device("cuda", 0), None])
+def test_a_file_is_loaded_to_the_cpu(place: Any, tmp_path: Path) -> None:
+    torch.save({"x": torch.ones(2)}, tmp_path / "file")
+    loaded = torch.load(tmp_path / "file", map_location=place)
+    assert loaded["x"].device.type == "cpu"
+    assert torch.load(tmp_path / "file", f"cuda:{torch.cuda.current_device()}").keys() == {"x"}
+
+
 @pytest.mark.parametrize("flags", [None, "--no-print-directory"])
 def test_dataset_helpers_are_named_for_the_python_that_runs(
     flags: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
