@@ -149,4 +149,5 @@ def _install_loop(loop: Loop, asked: set[Mode]) -> None:
         raise
 
 
-atexit.register(REGISTRY.session.end)  # Megatron may leave by sys.exit from deep inside training
+# Megatron may leave by sys.exit from deep inside training.
+atexit.register(lambda: REGISTRY.session.end())

@@ -92,7 +92,7 @@ _ABSENT = object()
 
 @dataclass
 class Session:
-    """What the patches of a process share.
+    """What the patches of a process share, until they are uninstalled.
 
     Attributes:
         cli_flags: `--snip-*` flags of the command line, by attribute of the namespace.
@@ -111,6 +111,7 @@ class Session:
         graphs: CUDA graphs and the plans under which they were captured; None without a controller.
         graph_helpers: {helper: arguments of its constructor}, of the objects with which Megatron
             captures layers in CUDA graphs.
+        is_over: whether the patches were uninstalled.
     """
 
     cli_flags: dict[str, Any] = field(default_factory=dict)
@@ -126,6 +127,7 @@ class Session:
     evaluates_test_set: bool = False
     graphs: Graphs | None = None
     graph_helpers: dict[Any, dict[str, Any]] = field(default_factory=dict)
+    is_over: bool = False
 
     def end(self) -> None:
         """Close the controller, if there is one, and forget the training run."""
@@ -263,6 +265,8 @@ class Patch:
 
         @functools.wraps(function)
         def patched(*args: Any, **kwargs: Any) -> Any:
+            if session.is_over:  # somebody else has wrapped this wrapper, and still calls it
+                return function(*args, **kwargs)
             return handler(Call(self, function, args, kwargs), session)
 
         return patched
@@ -354,12 +358,16 @@ class Registry:
         self._uninstall_actions.append(action)
 
     def uninstall(self) -> None:
-        """End the session and restore the objects that `install` replaced."""
+        """End the session and restore the objects that `install` replaced.
+
+        An object that somebody else has replaced since stays; SNIP's below it calls the original.
+        """
         self.session.end()
-        self.session.with_snip = False
+        self.session.is_over = True
         while self._uninstall_actions:
             action = self._uninstall_actions.pop()
             action()
         for undo in reversed(self._installed.values()):
             undo()
         self._installed.clear()
+        self.session = Session()

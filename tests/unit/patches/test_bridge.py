@@ -108,9 +108,6 @@ def bridge(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeBridge]:
     monkeypatch.setattr(sys, "argv", ["recipe.py"])
     yield fake
     REGISTRY.uninstall()
-    REGISTRY.session.cli_flags = {}
-    REGISTRY.session.config = None
-    REGISTRY.session.has_callback = False
 
 
 @pytest.fixture

@@ -61,6 +61,27 @@ def test_uninstall_puts_back_the_very_objects(fake: Any, registry: Registry) -> 
     registry.uninstall()  # nothing is left to undo
 
 
+def test_a_wrapper_that_somebody_else_still_calls_does_nothing_once_uninstalled(
+    fake: Any, registry: Registry
+) -> None:
+    seen: list[Session] = []
+    fake.training.train_step = lambda model: model
+    patch = Patch("megatron.training.training", "train_step", ())
+
+    def handler(call: Call, session: Session) -> Any:
+        seen.append(session)
+        return call.run()
+
+    registry = Registry([replace(patch, handler=handler)])
+    registry.install(ALL)
+    ours = fake.training.train_step
+    fake.training.train_step = functools.wraps(ours)(lambda *args: ours(*args))
+    registry.uninstall()
+    registry.install(ALL)
+    fake.training.train_step(None)
+    assert seen == [registry.session]
+
+
 def test_a_missing_function_is_one_error_and_changes_nothing(fake: Any, registry: Registry) -> None:
     del fake.training.train_step
     before = functions(fake)
