@@ -128,10 +128,10 @@ class PlanFields(Section):
     that an option has: 0.5 for fp8-fp4-fp4, which has 2/3 of its FLOPs in FP4."""
 
     cost: EfficiencyMeasure = "flops"
-    """What the target counts: `flops`, or `time`: 0.75 then asks for 75 % of the seconds that the
-    fastest options would save against BF16. With `time` every linear may use BF16, and none gets an
-    option that is not faster. With --snip-collect-only, which makes no plans, `time` only adds bf16
-    to the options in problems/ and divergences/."""
+    """What the target counts: `flops`, or `time`: 0.75 then asks for 75 % of the seconds that
+    the fastest options would save against BF16. With `time` every linear may use BF16, and only
+    a pin gives one an option that is not faster. With --snip-collect-only, which makes no
+    plans, `time` only adds bf16 to the options in problems/ and divergences/."""
 
     calibration: Path = Path(AUTO)
     """Seconds for --snip-cost time: a file of `megatron-snip calibrate`, or `auto`: time

@@ -33,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--snip-config", metavar="FILE", type=Path, help=text)
     text = (
         "ranks to start on this machine "
-        "[default: on a CPU those of one model replica, else one for each GPU]"
+        "[default: on a CPU the ranks of one model replica, else one for each GPU]"
     )
     group.add_argument("--nproc-per-node", metavar="N", type=integer, help=text)
     add_flags(parser, TrainFields)

@@ -8,10 +8,10 @@ The scores of an option q at a linear l come from its statistics; all are 0 for 
 where f(gemm) is the statistic f of the format that q gives to the gemm. (So local_square(dgrad) is
 still about wgrad: its error if wgrad had dgrad's format.)
 
-Only fprop changes the loss of the iteration. `fisher` orders linears; it is 15 to 700 times smaller
-than the change of the loss (docs/measuring.md). `first_plus_fisher` is the paper's |first| + fisher
-(SNIP, arXiv:2602.01410, Sec. 4). It is not the default, because the sign of `first` changes from
-batch to batch.
+Only fprop changes the loss of the iteration. `fisher` only ranks linears and options: it is 15 to
+700 times smaller than the change of the loss (docs/measuring.md). `first_plus_fisher` is the
+paper's |first| + fisher (SNIP, arXiv:2602.01410, Sec. 4). It is not the default, because the sign
+of `first` changes from batch to batch.
 
 The weight divergence scores the change of the next optimizer updates. `local_square` = |D * eW|^2 /
 |update|^2 is the change of the linear's own update through wgrad. The change of all updates through

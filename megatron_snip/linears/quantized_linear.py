@@ -12,8 +12,9 @@ The autograd function has those features of Megatron's own that pretraining uses
 the input over the tensor-parallel group under sequence parallelism (in the forward, and overlapped
 with dgrad in the backward), the reduce-scatter or all-reduce of the input gradient overlapped with
 wgrad, accumulation into `main_grad` with `grad_added_to_main_grad`, bias, and frozen weights. The
-forward saves this rank's X for the backward. Where X quantized for wgrad takes no more memory than
-X, the forward quantizes X for both GEMMs at once, and saves the quantized X of wgrad instead.
+forward saves this rank's X for the backward. Where the copy of X for wgrad (dequantized, BF16 or
+FP32) takes no more memory than X, the forward quantizes X for both GEMMs at once, and saves that
+copy instead.
 
 Shapes: M tokens, K in_features, N out_features.
 """

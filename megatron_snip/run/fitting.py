@@ -4,7 +4,7 @@ A plan comes from a file or a checkpoint, a problem from a checkpoint; the run t
 have had other settings, another machine or another parallel layout. The settings of this run hold:
 
     a pinned linear           gets the option of its pin
-    other linears             get formats among --snip-formats, or what the job itself runs there
+    other linears             get formats among --snip-formats and bf16, or what the job itself runs
     an option that a linear   is replaced by the nearest one of no lower precision; if the linear
     cannot run                cannot run that one, by what the job itself runs there
     tied linears              get one option, of the most bits

@@ -7,8 +7,9 @@ weights if the plan caused it. The two losses decide:
 
     the plan is to blame      it is reverted: the fallback stays, and the plan is refused if it
                               comes again (the last 16 reverted plans are remembered). After the
-                              first revert the next iteration measures again. If the plan of that
-                              refresh is reverted too, the next refresh waits for its turn
+                              first revert since a plan was judged good, the next iteration
+                              measures again. If the plan of that refresh is reverted too, the next
+                              refresh waits for its turn
     the plan is not to blame  the data or the learning rate caused the loss, and the plan stays; a
                               loss that is NaN under both is left to Megatron's own check
 

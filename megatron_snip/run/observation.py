@@ -3,8 +3,9 @@
 begin          the linears of one part are chosen; the sensitivities of their weights are gathered
 observing      their forward and backward are observed while the iteration runs; with fused MLPs in
                an additional, unfused run before it (`observe_unfused`)
-end            all-reduces over ranks; the running mean of the statistics is updated
-measurement    after the last part: statistics -> divergences -> planning problem
+end            all-reduces over ranks; adds the part to the next running mean of the statistics
+complete       after the last part: that is the running mean from now on
+measurement    statistics -> divergences -> planning problem
 """
 
 import logging

@@ -2,7 +2,7 @@
 
 Plain built-in types both ways (`to_dict`, `from_dict`): the dict travels inside Megatron's
 checkpoints, which are read with `weights_only=True`. Schema version 3 has an entry for each part of
-the controller that owns one (docs/life-of-a-plan.md):
+the controller that has a state (docs/life-of-a-plan.md):
 
     {"version": 3, "iteration": int, "settings": {name: text},
      "plan": {a plan file's object}, "history": [[iteration, digest], ...],
@@ -19,7 +19,8 @@ linears.delayed_scaling. The others have the names of their owners.
 
 Version 2 has other names and no `due_since`; it is still read. If the solver was working on a plan,
 its problem is stored: the resumed run solves it again, and with the same lag applies the plan at
-the same iteration. Of a refresh in parts only its beginning is stored: it begins again.
+the same iteration. Of a refresh in parts only the iteration is stored at which it
+began: it begins again.
 """
 
 import logging
@@ -57,8 +58,8 @@ class ControllerState:
         plan: the current plan.
         history: (iteration, digest) of every plan that followed the run's first one, in order.
         target: the target of the last planning problem, at first that of the first plan. A plan
-            is asked for if the target becomes another one. None: not yet, because the policy needs
-            measurements and there are none.
+            is asked for if the target becomes another one. None: there was no problem yet, because
+            the policy needs measurements and there are none.
         schedule: when the last refresh began, and whether one is due.
         solve: what the solver works on, or None.
         guard: the losses and the refused plans; None without a guard.

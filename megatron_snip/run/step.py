@@ -79,7 +79,8 @@ class TrainingStep:
     Attributes:
         function: Megatron's forward-backward function.
         kwargs: keyword arguments of `function`; `data_iterator` and `model` are among them. Under
-            `calculate_per_token_loss` `num_microbatches` is too.
+            `calculate_per_token_loss` so are `num_microbatches`, `micro_batch_size` and
+            `seq_length`.
         may_repeat: whether `run` may be called again. Then the step keeps its microbatches, in the
             memory of the host; else `function` gets the loop's own iterators.
     """

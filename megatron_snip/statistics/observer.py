@@ -16,7 +16,7 @@ before `table`, except in MoE layers: there ranks exchange how many tokens each 
 (linears/moe_dispatch.py).
 
 An expert's rows come from several data ranks, its senders. Each sender's rows are sampled as that
-rank would sample them without experts. Any other linear has one sender, this rank.
+rank would sample them without expert parallelism. Any other linear has one sender, this rank.
 """
 
 import time
@@ -145,7 +145,7 @@ class StepObserver:
         self._needs_numbers = any(fmt.needs_tensor_number for fmt in settings.formats.values())
         # All formats that rotate operands do it alike, so one amax of a rotated operand is enough.
         rotating = [fmt for fmt in settings.formats.values() if fmt.wgrad_hadamard]
-        self._rotation = next((fmt for fmt in rotating if fmt.needs_tensor_number), None)
+        self._rotating_format = next((fmt for fmt in rotating if fmt.needs_tensor_number), None)
         self._num_forwards: dict[Placement, int] = defaultdict(int)
         self._rows = RowSums(settings.formats, topology, sensitivities)
         # All linears of a microbatch have the same sample, so it is drawn once.
@@ -288,7 +288,9 @@ class StepObserver:
                 x = prepare(x)
                 prepare = None
             amax = amax_of(x)
-            rotated = amax if self._rotation is None else rotated_amax(x, self._rotation)
+            rotated = amax
+            if self._rotating_format is not None:
+                rotated = rotated_amax(x, self._rotating_format)
             amaxes = torch.stack([amax, rotated])
         for sample in samples:
             own = rows_of(x, sample.rows, call.input_is_split, call.token_axis)
@@ -414,9 +416,9 @@ class StepObserver:
 
         None if no format has such a scale.
 
-        Ranks share the scale of an operand whose tokens are split over them, because the linear
-        gathers it quantized. A shard of the features has a scale of its own. Both are so in
-        Transformer Engine (`with_amax_reduction`) and in simulated linears.
+        Ranks share the scale of an operand whose tokens are split over them, because the GEMM
+        multiplies the gathered tensor under one scale. A shard of the features has a scale of its
+        own. Both are so in Transformer Engine (`with_amax_reduction`) and in simulated linears.
         """
         if not self._needs_numbers:
             return None
@@ -427,8 +429,8 @@ class StepObserver:
             weight_amax = amax_of(weight)
             amax = torch.stack([input_amax, weight_amax, amax_of(grad)])
             rotated = amax
-            if self._rotation is not None:
-                rotated_grad = rotated_amax(grad, self._rotation)
+            if self._rotating_format is not None:
+                rotated_grad = rotated_amax(grad, self._rotating_format)
                 rotated = torch.stack([rotated_input, weight_amax, rotated_grad])
             return TensorNumbers(amax, rotated, delayed)
 
