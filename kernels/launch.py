@@ -84,10 +84,10 @@ NEAREST = 0
 """A `PhiloxArguments.mode`: round to nearest even, without random numbers."""
 
 UNSHARDED = 1
-"""A mode: eight neighbors of a row share a counter, and no column is sharded."""
+"""A mode: eight neighbors of a row share a counter, and nothing is sharded."""
 
 SHARDED = 2
-"""A mode: eight neighbors of a row share a counter, and columns are sharded."""
+"""A mode: eight neighbors of a row share a counter, and columns or rows are sharded."""
 
 UNALIGNED = 3
 """A mode: columns are laid out in any way, and each element finds its own counter."""
@@ -100,7 +100,8 @@ class PhiloxArguments(NamedTuple):
 
     Attributes:
         key: The Philox key, as a signed 64-bit number.
-        columns: The four integers of a `ColumnMap`.
+        columns: The four integers of a `ColumnMap`; `col_start` also counts the elements of the
+            rows before the tensor's first one.
         mode: NEAREST, UNSHARDED, SHARDED or UNALIGNED: how columns are laid out.
         swapped: Whether the element `index` takes the number of `index ^ 4`.
     """

@@ -187,8 +187,10 @@ def random_bits16(key, at, layout, R: tl.constexpr, C: tl.constexpr, SPEC: tl.co
     rows = (row0 + tl.arange(0, R)).to(tl.int64)[:, None]
     cols = col0 + (tl.arange(0, C) if SPEC.mode == _UNALIGNED else tl.arange(0, C // 8) * 8)
     if SPEC.mode != _UNSHARDED:
-        cols = cols // local_chunk * global_chunk + col_start + cols % local_chunk
+        cols = cols // local_chunk * global_chunk + cols % local_chunk
     cols = cols.to(tl.int64)[None, :]
+    if SPEC.mode != _UNSHARDED:
+        cols = cols + col_start
     if SPEC.mode == _UNALIGNED:
         index = rows * global_cols + cols
         w0, w1, w2, w3 = philox(key, index >> 3)

@@ -218,7 +218,7 @@ class _Copy:
 REMEMBERED_BYTES = 2 << 30
 """Of random numbers: those of a branch of `small` are 1.7 GB."""
 
-_drawn: dict[tuple[StreamKey, int, int], torch.Tensor | None] = {}
+_drawn: dict[tuple[StreamKey, int, int, int], torch.Tensor | None] = {}
 
 
 @dataclass(frozen=True)
@@ -231,7 +231,7 @@ class _RememberedStream(StochasticStream):
     def draw(self, rows: int, cols: int, device: torch.device | None = None) -> Self:
         if self.drawn is not None:
             return self
-        key = self.key, rows, cols
+        key = self.key, self.first_row, rows, cols
         if key not in _drawn:
             found = super().draw(rows, cols, device)
             used = sum(tensor.nbytes for tensor in _drawn.values() if tensor is not None)
@@ -247,9 +247,9 @@ def _remembering_draws(lab: Lab) -> Iterator[None]:
     runtime: Any = lab.model.runtime
     draw_anew = runtime.next_stream
 
-    def next_stream(placement: Any) -> StochasticStream:
-        stream = draw_anew(placement)
-        return _RememberedStream(stream.key, stream.columns)
+    def next_stream(placement: Any, first_row: int = 0) -> StochasticStream:
+        stream = draw_anew(placement, first_row)
+        return _RememberedStream(stream.key, stream.columns, stream.first_row)
 
     runtime.next_stream = next_stream
     try:

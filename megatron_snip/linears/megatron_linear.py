@@ -122,9 +122,21 @@ class SimulatedLinear(ABC):
         placement: Placement,
         tp_group: dist.ProcessGroup | None = None,
         fuse_wgrad: bool = False,
+        first_row: int = 0,
         **how: Any,
     ) -> Tensor:
-        """Return Y under the option; `how` is `LinearCall`'s."""
+        """Return Y under the option.
+
+        Args:
+            input: X.
+            weight: W.
+            bias: b or None.
+            placement: where W is.
+            tp_group: process group of the tensor axis; None is the placement's.
+            fuse_wgrad: as in `LinearCall`, except under FSDP.
+            first_row: the index of Y's first token within the microbatch.
+            how: as in `LinearCall`.
+        """
         delayed = None
         if is_delayed(self.option.fprop):
             delayed = self._runtime.delayed.begin_call(
@@ -140,7 +152,7 @@ class SimulatedLinear(ABC):
         cache = None if self._weights_are_freed else self._runtime.weight_cache(placement)
         call = LinearCall(
             option=self.option,
-            stream=partial(self._runtime.next_stream, placement),
+            stream=partial(self._runtime.next_stream, placement, first_row),
             tp_group=tp_group or placement.tensor.group,
             cache=cache,
             fuse_wgrad=fuse_wgrad and not self._weights_are_freed,

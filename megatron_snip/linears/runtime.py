@@ -93,13 +93,17 @@ class Runtime:
             return None
         return self._weights.setdefault(placement.instance, {})
 
-    def next_stream(self, placement: Placement) -> StochasticStream:
+    def next_stream(self, placement: Placement, first_row: int = 0) -> StochasticStream:
         """Return the random numbers of a weight's next backward.
 
         Backwards of a training pass come in the order of the microbatches.
+
+        Args:
+            placement: which weight.
+            first_row: the index of the backward's first token within the microbatch.
         """
         local_microbatch = self._num_backwards[placement.instance]
         self._num_backwards[placement.instance] += 1
         data = self.topology.data_axis(placement)
         microbatch = local_microbatch * data.size + data.rank
-        return grad_output_stream(self.seed, placement, self.iteration, microbatch)
+        return grad_output_stream(self.seed, placement, self.iteration, microbatch, first_row)

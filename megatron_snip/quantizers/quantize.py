@@ -263,13 +263,16 @@ def philox_arguments(stream: StochasticStream | None, cols: int) -> PhiloxArgume
     if stream is None:
         return NO_RANDOM
     columns = stream.column_map(cols)
-    is_sharded = columns.local_chunk != columns.global_cols
+    has_all_columns = columns.local_chunk == columns.global_cols
     if not columns.aligned:
         mode = launch.UNALIGNED
-    elif is_sharded:
-        mode = launch.SHARDED
-    else:
+    elif has_all_columns and stream.first_row == 0:
         mode = launch.UNSHARDED
+    else:
+        mode = launch.SHARDED
     word = stream.key.word
     signed = word - 2**64 if word >= 2**63 else word  # Triton's integers are signed
+    # The kernel counts rows from 0, so the elements of the rows before are skipped as columns.
+    skipped = stream.first_row * columns.global_cols
+    columns = columns._replace(col_start=columns.col_start + skipped)
     return PhiloxArguments(signed, columns, mode, stream.swapped)

@@ -13,7 +13,8 @@ dgrad copy. An element's own two numbers are independent.
 So results do not depend on block shape, on the order of work or on tensor-parallel sharding, and
 recomputing a tensor draws the same numbers. A sharded linear's grad_output holds some of the global
 columns: columns [rank * cols, (rank + 1) * cols), or, in a gated fc1 whose local columns are
-[gate_r; up_r] while the global ones are [gate; up], one such range in each of two chunks.
+[gate_r; up_r] while the global ones are [gate; up], one such range in each of two chunks. A rank
+that holds some of a microbatch's tokens counts `row` from the microbatch's first token.
 
 The generator is Philox4x32 with 7 rounds, the fewest that pass every test of BigCrush (Salmon et
 al., "Parallel random numbers: as easy as 1, 2, 3", SC'11). A round maps (c0, c1, c2, c3) under the
@@ -127,17 +128,19 @@ class ColumnMap(NamedTuple):
 
 @dataclass(frozen=True)
 class StochasticStream:
-    """The random numbers of one tensor: a key, and which columns of the global tensor it holds.
+    """The random numbers of one tensor: a key, and which part of the global tensor it holds.
 
     Attributes:
         key: names the tensor and the time.
         columns: which columns of the global tensor it holds; None means all of them.
+        first_row: the global row of its row 0.
         swapped: whether the element `index` takes the number of `index ^ 4`.
         drawn: the numbers of all counters of a tensor, see `draw`; None: `bits16` draws them.
     """
 
     key: StreamKey
     columns: ColumnMap | None = None
+    first_row: int = 0
     swapped: bool = False
     drawn: Tensor | None = None
 
@@ -166,7 +169,9 @@ class StochasticStream:
         if not columns.aligned:
             return self
         if columns.global_cols == cols:
-            counters = torch.arange(rows * cols // LANES, device=device)
+            per_row = cols // LANES
+            first = self.first_row * per_row
+            counters = torch.arange(first, first + rows * per_row, device=device)
         else:
             counters = self._index(rows, cols, LANES, device).flatten() // LANES
         return replace(self, drawn=random_bits16(counters, self.key.word))
@@ -196,11 +201,12 @@ class StochasticStream:
         """Return the global indices of every `step`-th column, [rows, cols / step]."""
         columns = self.column_map(cols)
         local = columns.columns(torch.arange(0, cols, step, device=device))
-        return torch.arange(rows, device=device).mul_(columns.global_cols).unsqueeze(1) + local
+        row = torch.arange(self.first_row, self.first_row + rows, device=device)
+        return row.mul_(columns.global_cols).unsqueeze(1) + local
 
 
 def grad_output_stream(
-    seed: int, placement: Placement, iteration: int, microbatch: int
+    seed: int, placement: Placement, iteration: int, microbatch: int, first_row: int = 0
 ) -> StochasticStream:
     """Return the stream of a linear's grad_output [M, N] in one microbatch.
 
@@ -209,13 +215,15 @@ def grad_output_stream(
         placement: which linear and shard; `column` shards the columns of grad_output.
         iteration: Megatron's iteration, 1-based.
         microbatch: its index within the iteration over all data- and context-parallel ranks.
+        first_row: the index of grad_output's first token within the microbatch.
     """
     axis = placement.tensor
     columns = None
     if placement.kind == "column":
         cols = placement.out_features // axis.size
         columns = ColumnMap.shard(cols, axis.shard, axis.size, placement.num_chunks)
-    return StochasticStream(StreamKey(seed, placement.instance, iteration, microbatch), columns)
+    key = StreamKey(seed, placement.instance, iteration, microbatch)
+    return StochasticStream(key, columns, first_row)
 
 
 def random_bits16(counters: Tensor, key: int) -> Tensor:

@@ -106,21 +106,22 @@ def gathers_input(module: Any) -> bool:
 
 def input_is_split(module: Any) -> bool:
     """Return whether this rank's input holds only a part of the tokens that the linear sees."""
-    return gathers_input(module) or _splits_tokens(module)
+    return gathers_input(module) or splits_tokens(module)
 
 
 def output_is_split(module: Any) -> bool:
     """Return whether this rank's output holds only a part of the tokens."""
-    return _is_sequence_parallel(module, "row") or _splits_tokens(module)
+    return _is_sequence_parallel(module, "row") or splits_tokens(module)
+
+
+def splits_tokens(module: Any) -> bool:
+    """Return whether this rank multiplies only its own part of the tokens by the full weight."""
+    return is_replicated(module) and bool(module.config.sequence_parallel)
 
 
 def _is_sequence_parallel(module: Any, parallel_mode: str) -> bool:
     is_parallel = module.sequence_parallel and module.parallel_mode == parallel_mode
     return bool(is_parallel) and not is_grouped(module)
-
-
-def _splits_tokens(module: Any) -> bool:
-    return is_replicated(module) and bool(module.config.sequence_parallel)
 
 
 def expert_sizes(m_splits: Any) -> list[int]:

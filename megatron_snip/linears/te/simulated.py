@@ -18,7 +18,13 @@ from megatron_snip.formats import is_delayed
 from megatron_snip.linears.megatron_linear import SimulatedLinear
 from megatron_snip.linears.runtime import Runtime
 from megatron_snip.linears.te.delayed_wgrad import deferrals
-from megatron_snip.linears.te.modules import expert_sizes, is_grouped, multiplied_input, weights_of
+from megatron_snip.linears.te.modules import (
+    expert_sizes,
+    is_grouped,
+    multiplied_input,
+    splits_tokens,
+    weights_of,
+)
 from megatron_snip.linears.te.stored_weight import stored_weights
 from megatron_snip.linears.te.tap import with_tap
 from megatron_snip.topology import Placement
@@ -68,15 +74,20 @@ class SimulatedTELinear(SimulatedLinear):
         parallel = module.parallel_mode if module.tp_size > 1 else None
         is_column = parallel == "column"
         is_rounded = not is_delayed(self.option.fprop)
+        placement = self.placements[0]
+        first_row = 0
+        if splits_tokens(module):
+            first_row = placement.tensor.rank * x.shape[:-1].numel()
         y = self._simulate(
             multiplied_input(module, x, is_rounded),
             self._multiplied_weights()[0],
             None,
-            self.placements[0],
+            placement,
             module.tp_group,
             sequence_parallel=is_column and module.sequence_parallel,
             allreduce_dgrad=is_column and not module.sequence_parallel,
             fuse_wgrad=module.fuse_wgrad_accumulation,
+            first_row=first_row,
             output_dtype=x.dtype,
             defer_wgrad=deferrals(module, 1)[0],
         )

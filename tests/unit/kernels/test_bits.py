@@ -112,6 +112,17 @@ def test_streams_of_sharded_tensors(columns, cols):
         agree(quantize_dequantize, x, FORMATS["fp4"], block, stream=StochasticStream(KEY, columns))
 
 
+@pytest.mark.parametrize("is_sharded", [False, True])
+@pytest.mark.parametrize("cols", [64, 20])
+@pytest.mark.parametrize("first_row", [33, 2**31 // 20, 2**31 - 1])
+def test_streams_of_a_part_of_the_rows(is_sharded, cols, first_row):
+    x = torch.randn(33, cols, device=DEVICE)
+    columns = ColumnMap.shard(cols, 1, 2) if is_sharded else None
+    stream = StochasticStream(KEY, columns, first_row)
+    for block in ((1, 64), (64, 1)):
+        agree(quantize_dequantize, x, FORMATS["fp4"], block, stream=stream)
+
+
 def test_results_do_not_depend_on_the_launch():
     x = torch.randn(70, 200, device=DEVICE)
     quantization = FORMATS["fp4"], (1, 32), philox_arguments(STREAM, 200)

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from megatron_snip.quantizers.stochastic import (
+    ColumnMap,
     StochasticStream,
     StreamKey,
     grad_output_stream,
@@ -94,6 +95,17 @@ def test_wgrad_s_copy_takes_swapped_numbers(cols, draw_first):
     dgrad, wgrad = (stream.for_gemm(g).bits16(8, cols).flatten() for g in (Gemm.DGRAD, Gemm.WGRAD))
     assert torch.equal(dgrad, StochasticStream(KEY).bits16(8, cols).flatten())
     assert torch.equal(wgrad, dgrad[torch.arange(8 * cols) ^ 4])
+
+
+@pytest.mark.parametrize("cols", [64, 20, 7])
+@pytest.mark.parametrize("gemm", [Gemm.DGRAD, Gemm.WGRAD])
+@pytest.mark.parametrize("is_sharded", [False, True])
+def test_a_part_of_the_rows_draws_its_part_of_the_tensor(cols, gemm, is_sharded):
+    columns = ColumnMap.shard(cols, 1, 2) if is_sharded else None
+    full = StochasticStream(KEY, columns).for_gemm(gemm).bits16(9, cols)
+    for first, end in ((0, 4), (4, 9)):
+        stream = StochasticStream(KEY, columns, first_row=first)
+        assert torch.equal(stream.for_gemm(gemm).bits16(end - first, cols), full[first:end])
 
 
 def grad_bits(kind: LinearKind, axis: Axis, num_chunks: int, features: int) -> torch.Tensor:
