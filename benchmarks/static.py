@@ -36,7 +36,7 @@ RANDOM = philox_arguments(StochasticStream(KEY), 1024)
 def one(fmt: str, block: Block, dtype: torch.dtype = BF16, random: Any = NO_RANDOM) -> Any:
     quantization = FORMATS[fmt], block, random
     number = torch.ones(())
-    return lambda x: launch.quantize_dequantize(x, quantization, dtype=dtype, tensor_number=number)
+    return lambda x: launch.quantize_dequantize(x, quantization, dtype=dtype, amax_or_scale=number)
 
 
 def both(fmt: str, random: Any = NO_RANDOM) -> Any:

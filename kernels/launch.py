@@ -199,7 +199,7 @@ def quantize_dequantize(
     x: Tensor,
     *quantizations: tuple[Format, Block, PhiloxArguments],
     dtype: torch.dtype,
-    tensor_number: Tensor | None = None,
+    amax_or_scale: Tensor | None = None,
     config: LaunchConfig | None = None,
 ) -> list[Tensor]:
     """Return x quantized and dequantized in one way or in two, from one read of x.
@@ -210,7 +210,7 @@ def quantize_dequantize(
             along the row and the second along the column; their random numbers share key and
             columns.
         dtype: The dtype of the results, BF16 or FP32.
-        tensor_number: FP32 scalar, needed where `Format.needs_tensor_number`: the tensor's largest
+        amax_or_scale: FP32 scalar, needed where `Format.needs_amax_or_scale`: the tensor's largest
             magnitude, or for delayed scaling its scale.
         config: The block of a program; None takes the standard one.
 
@@ -231,7 +231,7 @@ def quantize_dequantize(
             quantize_kernel[(num_programs,)](
                 x,
                 *x.stride(),
-                x if tensor_number is None else tensor_number,  # any pointer: not read
+                x if amax_or_scale is None else amax_or_scale,  # any pointer: not read
                 *x.shape,
                 out[0],
                 out[-1],

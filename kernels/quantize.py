@@ -121,11 +121,12 @@ def tile_scales(amax, tensor_amax, SPEC: tl.constexpr):
 
 
 @triton.jit
-def tensor_scales(number, R: tl.constexpr, C: tl.constexpr, SPEC: tl.constexpr):
+def tensor_scales(amax_or_scale, R: tl.constexpr, C: tl.constexpr, SPEC: tl.constexpr):
     """Return (encode, decode), one for each tile, from the tensor's magnitude or its scale."""
-    encode = number
+    encode = amax_or_scale
     if SPEC.scale == _TENSOR:
-        top = tl.where(number < _INF, tl.maximum(number, SPEC.least_amax), float("nan"))
+        floor = tl.maximum(amax_or_scale, SPEC.least_amax)
+        top = tl.where(amax_or_scale < _INF, floor, float("nan"))
         encode = tl.div_rn(SPEC.largest, top)
     shape: tl.constexpr = (R // SPEC.tile_rows, C // SPEC.tile_cols)
     decode = tl.div_rn(1.0, encode)
@@ -222,7 +223,7 @@ def _narrow(value, dtype: tl.constexpr, NATIVE_CASTS: tl.constexpr):
 
 @triton.jit
 def _quantize_block(
-    x, number_ptr, key, layout, out_ptr, at, SPEC: tl.constexpr, CASTS: tl.constexpr
+    x, amax_or_scale_ptr, key, layout, out_ptr, at, SPEC: tl.constexpr, CASTS: tl.constexpr
 ):
     """Quantize and dequantize a block, and write it to `out_ptr`, [rows, cols] contiguous."""
     R: tl.constexpr = x.shape[0]
@@ -230,11 +231,11 @@ def _quantize_block(
     if SPEC.mode != _NEAREST:
         bits16 = random_bits16(key, at, layout, R, C, SPEC)
     if SPEC.scale >= _TENSOR:
-        encode, decode = tensor_scales(tl.load(number_ptr), R, C, SPEC)
+        encode, decode = tensor_scales(tl.load(amax_or_scale_ptr), R, C, SPEC)
     else:
         tensor_amax = 0.0
         if SPEC.scale >= _E4M3:
-            tensor_amax = tl.load(number_ptr)
+            tensor_amax = tl.load(amax_or_scale_ptr)
         encode, decode = tile_scales(tile_amax(x, SPEC), tensor_amax, SPEC)
     y = x * expand_tiles(encode, R, C, SPEC)
     if SPEC.scale >= _E4M3:
@@ -253,7 +254,7 @@ def quantize_kernel(
     x_ptr,  # [rows, cols] BF16 or FP32
     x_row,
     x_col,
-    number_ptr,  # FP32 scalar: `tensor_number` of launch.py
+    amax_or_scale_ptr,  # FP32 scalar: `amax_or_scale` of launch.py
     rows,
     cols,
     out_ptr,  # [rows, cols] BF16 or FP32, contiguous
@@ -279,8 +280,8 @@ def quantize_kernel(
     at = (tl.program_id(0) // across) * R, (tl.program_id(0) % across) * C, rows, cols
     layout = (global_cols, local_chunk, global_chunk, col_start)
     x = load_block(x_ptr, x_row, x_col, at, R, C)
-    _quantize_block(x, number_ptr, key, layout, out_ptr, at, SPEC, NATIVE_CASTS)
+    _quantize_block(x, amax_or_scale_ptr, key, layout, out_ptr, at, SPEC, NATIVE_CASTS)
     if BOTH:
         if SPEC.mode or SECOND.mode:  # from the L1 cache: random numbers need the registers
             x = load_block(x_ptr, x_row, x_col, at, R, C)
-        _quantize_block(x, number_ptr, key, layout, second_ptr, at, SECOND, NATIVE_CASTS)
+        _quantize_block(x, amax_or_scale_ptr, key, layout, second_ptr, at, SECOND, NATIVE_CASTS)

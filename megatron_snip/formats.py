@@ -113,7 +113,7 @@ class Format:
         return self.scale in (ScaleType.TENSOR, ScaleType.DELAYED)
 
     @property
-    def needs_tensor_number(self) -> bool:
+    def needs_amax_or_scale(self) -> bool:
         """Whether scales need a number of the entire tensor: its largest magnitude or its scale."""
         return self.has_tensor_scale or self.scale in (ScaleType.E4M3, ScaleType.E4M3_TE)
 

@@ -286,7 +286,7 @@ def quantize_input_or_grad(
     first, *second = (option[gemm] for gemm in gemms)
     if scale is not None:  # tiles do not count, so both GEMMs multiply the same
         result = quantize_dequantize_operand(
-            x, first, operand, gemms[0], tensor_number=scale, dtype=dtype
+            x, first, operand, gemms[0], amax_or_scale=scale, dtype=dtype
         )
         return [result] * len(gemms)
     if second:
@@ -307,7 +307,7 @@ def can_quantize_before_gather(option: Option, num_rows: int) -> bool:
         if fmt.scale is ScaleType.DELAYED:
             continue  # the scale is known, and the same on all shards
         tile_rows, _ = operand_block(fmt, Operand.INPUT, gemm)
-        if fmt.quantized and (fmt.needs_tensor_number or num_rows % tile_rows):
+        if fmt.quantized and (fmt.needs_amax_or_scale or num_rows % tile_rows):
             return False
     return True
 
@@ -343,7 +343,7 @@ def fprop_or_dgrad_gemm(
     cache = {} if cache is None else cache
     if key not in cache:
         cache[key] = quantize_dequantize_operand(
-            w, name, Operand.WEIGHT, gemm, tensor_number=weight_scale(w), dtype=used
+            w, name, Operand.WEIGHT, gemm, amax_or_scale=weight_scale(w), dtype=used
         )
     return matmul_fp32(a, cache[key].t() if is_fprop else cache[key], dtype)
 

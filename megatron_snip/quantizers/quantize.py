@@ -120,24 +120,26 @@ def quantize_dequantize(
     block: Block,
     *,
     stream: StochasticStream | None = None,
-    tensor_number: Tensor | None = None,
+    amax_or_scale: Tensor | None = None,
     scales: tuple[Tensor, Tensor] | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> Tensor:
     """Return a matrix quantized and dequantized; `reference.quantize_dequantize` has the contract.
 
-    Differences: `stream` instead of `bits16`, None for `tensor_number` takes x's own, and kernels
+    Differences: `stream` instead of `bits16`, None for `amax_or_scale` takes x's own, and kernels
     quantize where they can run. They compute the scales themselves.
     """
     reference.check(x, fmt, block)
-    number = reference.tensor_number_of(x, tensor_number, fmt)
+    amax_or_scale = reference.amax_or_scale_of(x, amax_or_scale, fmt)
     if not launch.use_kernels(x.device, block):
         bits16 = None if stream is None else stream.bits16(x.shape[0], x.shape[1], x.device)
         return reference.quantize_dequantize(
-            x, fmt, block, bits16=bits16, tensor_number=number, scales=scales, dtype=dtype
+            x, fmt, block, bits16=bits16, amax_or_scale=amax_or_scale, scales=scales, dtype=dtype
         )
     random = philox_arguments(stream, x.shape[1])
-    (out,) = launch.quantize_dequantize(x, (fmt, block, random), dtype=dtype, tensor_number=number)
+    (out,) = launch.quantize_dequantize(
+        x, (fmt, block, random), dtype=dtype, amax_or_scale=amax_or_scale
+    )
     return out
 
 
@@ -148,7 +150,7 @@ def quantize_dequantize_operand(
     gemm: Gemm,
     *,
     stream: StochasticStream | None = None,
-    tensor_number: Tensor | None = None,
+    amax_or_scale: Tensor | None = None,
     dtype: torch.dtype | None = None,
 ) -> Tensor:
     """Return what `gemm` sees of `operand`: quantized and dequantized.
@@ -159,7 +161,7 @@ def quantize_dequantize_operand(
         operand: what x is.
         gemm: what it enters.
         stream: the tensor's random numbers, needed for stochastic rounding.
-        tensor_number: FP32 scalar, needed where `Format.needs_tensor_number`: the tensor's largest
+        amax_or_scale: FP32 scalar, needed where `Format.needs_amax_or_scale`: the tensor's largest
             magnitude, or for delayed scaling its scale. None takes x's own largest magnitude.
         dtype: dtype of a quantized result; None is x's own.
 
@@ -179,7 +181,7 @@ def quantize_dequantize_operand(
         fmt,
         operand_block(fmt, operand, gemm),
         stream=stream_of(fmt, operand, gemm, stream),
-        tensor_number=tensor_number,
+        amax_or_scale=amax_or_scale,
         dtype=dtype or x.dtype,
     )
     return out.view(x.shape)
@@ -230,7 +232,7 @@ def quantize_dequantize_pair(
             (row, row_block, row_random),
             (col, col_block, col_random),
             dtype=dtype or x.dtype,
-            tensor_number=reference.tensor_number_of(x, None, row, col),
+            amax_or_scale=reference.amax_or_scale_of(x, None, row, col),
         )
         return for_first.view(x.shape), for_wgrad.view(x.shape)
 

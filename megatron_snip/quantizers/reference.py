@@ -91,7 +91,7 @@ def quantize_dequantize(
     block: Block,
     *,
     bits16: Tensor | None = None,
-    tensor_number: Tensor | None = None,
+    amax_or_scale: Tensor | None = None,
     scales: tuple[Tensor, Tensor] | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> Tensor:
@@ -103,7 +103,7 @@ def quantize_dequantize(
         block: (rows, cols) of a tile.
         bits16: x's shape, int16, uniform over all 65536 values: round stochastically with these
             numbers (`StochasticStream.bits16`); None rounds to nearest even.
-        tensor_number: FP32 scalar, needed where `fmt.needs_tensor_number`. It is the largest
+        amax_or_scale: FP32 scalar, needed where `fmt.needs_amax_or_scale`. It is the largest
             magnitude of the tensor, over all ranks that share the scale. For delayed scaling it is
             the scale itself.
         scales: what `tile_scales` returns for `tile_amaxes` of x, if the caller has it.
@@ -133,14 +133,14 @@ def quantize_dequantize(
                 source = y.copy_(source)
             if scales is None:
                 magnitude = torch.abs(source, out=scratch.view(torch.float32))
-                encode, decode = tile_scales(_tile_amax(magnitude), fmt, tensor_number)
+                encode, decode = tile_scales(_tile_amax(magnitude), fmt, amax_or_scale)
             else:
                 at = _tile_indices(rows, block[0]), slice(None), _tile_indices(cols, block[1])
                 encode, decode = (scale[at] for scale in scales)
             multiply_tiles(source, encode, out=y)
             # A scale of the tile alone makes its largest magnitude `max` up to two roundings of
             # FP32. Rounding to the grid takes these out, with every draw: no clamp is needed.
-            if fmt.needs_tensor_number:
+            if fmt.needs_amax_or_scale:
                 y.clamp_(-element.max_value, element.max_value)
             round_in_place(y, element, scratch, bits)
             multiply_tiles(y, decode, out=result)
@@ -236,14 +236,14 @@ def _tile_amax(magnitude: Tensor) -> Tensor:
 
 
 def tile_scales(
-    amax: Tensor, fmt: Format, tensor_number: Tensor | None = None
+    amax: Tensor, fmt: Format, amax_or_scale: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """Return (encode, decode): multiply by the first to quantize, by the second to dequantize.
 
     Args:
         amax: contiguous, FP32, non-negative or NaN; the largest magnitude of each tile.
         fmt: a quantized format.
-        tensor_number: FP32 scalar, see `quantize_dequantize`.
+        amax_or_scale: FP32 scalar, see `quantize_dequantize`.
 
     Returns:
         FP32 of amax's shape, both.
@@ -251,20 +251,20 @@ def tile_scales(
     assert fmt.element is not None
     largest = fmt.element.max_value
     if fmt.has_tensor_scale:
-        assert tensor_number is not None
+        assert amax_or_scale is not None
         is_given = fmt.scale is ScaleType.DELAYED
-        encode = tensor_number if is_given else tensor_scale(tensor_number, fmt.element)
+        encode = amax_or_scale if is_given else tensor_scale(amax_or_scale, fmt.element)
         return encode.expand_as(amax), _divide_into(1.0, encode).expand_as(amax)
     if fmt.scale is ScaleType.E4M3:
-        assert tensor_number is not None
-        tensor = _divide(_floor(tensor_number, fmt.element), E4M3.max_value * largest)
+        assert amax_or_scale is not None
+        tensor = _divide(_floor(amax_or_scale, fmt.element), E4M3.max_value * largest)
         ratio = _divide(_poison(amax), largest) / tensor
         stored = ratio.clamp_(2.0**E4M3.min_exponent, E4M3.max_value)
         round_in_place(stored, E4M3, torch.empty_like(stored, dtype=torch.int32))
         return _divide_into(1.0, tensor) / stored, stored * tensor
     if fmt.scale is ScaleType.E4M3_TE:
-        assert tensor_number is not None
-        top = _floor(tensor_number, fmt.element)
+        assert amax_or_scale is not None
+        top = _floor(amax_or_scale, fmt.element)
         tensor = _divide_into(E4M3.max_value * largest, top)
         stored = (_poison(amax) * (tensor * (1.0 / largest))).clamp_max_(E4M3.max_value)
         round_in_place(stored, E4M3, torch.empty_like(stored, dtype=torch.int32))
@@ -283,9 +283,9 @@ def tile_scales(
     return _divide_into(largest, floored), decode
 
 
-def tensor_number_of(x: Tensor, given: Tensor | None, *formats: Format) -> Tensor | None:
-    """Return x's `tensor_number`: `given`, or its largest magnitude; None if none is needed."""
-    if not any(fmt.needs_tensor_number for fmt in formats):
+def amax_or_scale_of(x: Tensor, given: Tensor | None, *formats: Format) -> Tensor | None:
+    """Return x's `amax_or_scale`: `given`, or its largest magnitude; None if none is needed."""
+    if not any(fmt.needs_amax_or_scale for fmt in formats):
         return None
     if given is None:
         assert not any(fmt.scale is ScaleType.DELAYED for fmt in formats), "scales are given"

@@ -37,7 +37,7 @@ class GemmOperand(NamedTuple):
         gemm: what it enters.
         amaxes: what `reference.tile_amaxes` returns for x.
         stream: its random numbers, needed where the format rounds it stochastically.
-        tensor_number: as in `quantize_dequantize_operand`.
+        amax_or_scale: as in `quantize_dequantize_operand`.
     """
 
     x: Tensor
@@ -45,7 +45,7 @@ class GemmOperand(NamedTuple):
     gemm: Gemm
     amaxes: Tensor
     stream: StochasticStream | None = None
-    tensor_number: Tensor | None = None
+    amax_or_scale: Tensor | None = None
 
 
 class Quantized(NamedTuple):
@@ -90,14 +90,14 @@ class _Matrix(NamedTuple):
         block: (rows, cols) of a tile.
         amaxes: the largest magnitudes of its tiles.
         stream: None rounds to nearest.
-        tensor_number: None if the format needs none.
+        amax_or_scale: None if the format needs none.
     """
 
     x: Tensor
     block: Block
     amaxes: Tensor
     stream: StochasticStream | None
-    tensor_number: Tensor | None
+    amax_or_scale: Tensor | None
 
 
 def _matrix(each: GemmOperand, fmt: Format) -> _Matrix:
@@ -105,8 +105,8 @@ def _matrix(each: GemmOperand, fmt: Format) -> _Matrix:
     block = operand_block(fmt, each.operand, each.gemm)
     reference.check(each.x, fmt, block)
     stream = stream_of(fmt, each.operand, each.gemm, each.stream)
-    number = reference.tensor_number_of(each.x, each.tensor_number, fmt)
-    return _Matrix(each.x, block, each.amaxes, stream, number)
+    amax_or_scale = reference.amax_or_scale_of(each.x, each.amax_or_scale, fmt)
+    return _Matrix(each.x, block, each.amaxes, stream, amax_or_scale)
 
 
 def _quantize(matrices: Sequence[_Matrix], fmt: Format) -> list[Quantized]:
@@ -129,15 +129,15 @@ def _quantize(matrices: Sequence[_Matrix], fmt: Format) -> list[Quantized]:
 def _scales(matrices: Sequence[_Matrix], fmt: Format) -> list[tuple[Tensor, Tensor]]:
     """Return (encode, decode) of each matrix, as `reference.tile_scales` does."""
     flat = torch.cat([m.amaxes.flatten() for m in matrices])
-    number = None
-    if fmt.needs_tensor_number:
-        numbers = [m.tensor_number for m in matrices if m.tensor_number is not None]
-        number = torch.cat(
-            [n.expand(m.amaxes.numel()) for n, m in zip(numbers, matrices, strict=True)]
+    amax_or_scale = None
+    if fmt.needs_amax_or_scale:
+        given = [m.amax_or_scale for m in matrices if m.amax_or_scale is not None]
+        amax_or_scale = torch.cat(
+            [each.expand(m.amaxes.numel()) for each, m in zip(given, matrices, strict=True)]
         )
     encodes, decodes = (
         _parts(scale, [m.amaxes.shape for m in matrices])
-        for scale in reference.tile_scales(flat, fmt, number)
+        for scale in reference.tile_scales(flat, fmt, amax_or_scale)
     )
     return list(zip(encodes, decodes, strict=True))
 
@@ -155,7 +155,7 @@ def _quantize_alone(matrix: _Matrix, scales: tuple[Tensor, Tensor], fmt: Format)
         fmt,
         matrix.block,
         stream=matrix.stream,
-        tensor_number=matrix.tensor_number,
+        amax_or_scale=matrix.amax_or_scale,
         scales=scales,
     )
 
@@ -191,7 +191,7 @@ def _quantize_in_one_buffer(
         source = reference.tiles(matrix.x, matrix.block)
         scaled = reference.tiles(values[i], matrix.block)
         reference.multiply_tiles(source, scales[i][0], out=scaled)
-    if fmt.needs_tensor_number:
+    if fmt.needs_amax_or_scale:
         buffer.clamp_(-element.max_value, element.max_value)
 
     num_nearest = sum(m.x.numel() for m in matrices if m.stream is None)

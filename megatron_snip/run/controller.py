@@ -481,7 +481,7 @@ class SnipController:
         self._current.replace(iteration, plan)
 
     def _finish_refresh(self, iteration: int) -> None:
-        """All ranks: end a refresh whose parts were all measured; its problem goes to the solver."""
+        """All ranks: end a refresh if all its parts were measured; submit its problem."""
         with self._current.kept_on_error(iteration):
             self._observations.complete()
             target = self._plans.targets.at(iteration + self.config.lag)

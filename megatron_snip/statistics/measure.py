@@ -233,8 +233,8 @@ def _quantized(
     def entry(operand: Operand, gemm: Gemm, random: StochasticStream) -> GemmOperand:
         x = rotated(operands.of(operand, gemm), fmt, gemm)
         found = amaxes.of(x, fmt, operand, gemm)
-        number = operands.tensor_number(fmt, operand, gemm)
-        return GemmOperand(x, operand, gemm, found, random, number)
+        amax_or_scale = operands.amax_or_scale(fmt, operand, gemm)
+        return GemmOperand(x, operand, gemm, found, random, amax_or_scale)
 
     x = entry(Operand.INPUT, Gemm.FPROP, stream)
     g = entry(Operand.GRAD_OUTPUT, Gemm.DGRAD, stream)

@@ -38,7 +38,7 @@ from megatron_snip.quantizers.reference import amax_of
 from megatron_snip.quantizers.stochastic import grad_output_stream
 from megatron_snip.statistics.health_table import HealthTable
 from megatron_snip.statistics.measure import PartialSums, partial_sums
-from megatron_snip.statistics.operands import MeasuredWeight, Operands, TensorNumbers
+from megatron_snip.statistics.operands import AmaxesOrScales, MeasuredWeight, Operands
 from megatron_snip.statistics.records import StatisticsTable
 from megatron_snip.statistics.reduce import reduce_sums
 from megatron_snip.statistics.row_sums import RowSums
@@ -140,12 +140,14 @@ class StepObserver:
         self._topology = topology
         self._sensitivities = sensitivities
         self._rows_by_sender = rows_by_sender
-        # A tensor's number is what the scale of an entire tensor is made from: its amax, or under
-        # delayed scaling the scale itself.
-        self._needs_numbers = any(fmt.needs_tensor_number for fmt in settings.formats.values())
+        # What the scale of an entire tensor is made from: its amax, or under delayed scaling the
+        # scale itself.
+        self._needs_amaxes_or_scales = any(
+            fmt.needs_amax_or_scale for fmt in settings.formats.values()
+        )
         # All formats that rotate operands do it alike, so one amax of a rotated operand is enough.
         rotating = [fmt for fmt in settings.formats.values() if fmt.wgrad_hadamard]
-        self._rotating_format = next((fmt for fmt in rotating if fmt.needs_tensor_number), None)
+        self._rotating_format = next((fmt for fmt in rotating if fmt.needs_amax_or_scale), None)
         self._num_forwards: dict[Placement, int] = defaultdict(int)
         self._rows = RowSums(settings.formats, topology, sensitivities)
         # All linears of a microbatch have the same sample, so it is drawn once.
@@ -282,7 +284,7 @@ class StepObserver:
         """Put the sampled rows of X [tokens, K] into the samples; return `_Kept.amaxes`."""
         prepare = call.prepare_input
         amaxes = None
-        if self._needs_numbers:
+        if self._needs_amaxes_or_scales:
             # The amax is of all tokens, so all are prepared, and not the sampled rows alone.
             if prepare is not None:
                 x = prepare(x)
@@ -318,9 +320,9 @@ class StepObserver:
         tensor = self._try(call.placement, call.weight)
         if tensor is None:
             tensor = grad.new_zeros((grad.shape[-1], call.num_inputs))
-        numbers = self._tensor_numbers(call, kept, tensor, grad, delayed)
+        known = self._amaxes_or_scales(call, kept, tensor, grad, delayed)
         several = len(kept.samples) > 1
-        weight = MeasuredWeight(tensor, self._settings.formats, numbers, keeps_copies=several)
+        weight = MeasuredWeight(tensor, self._settings.formats, known, keeps_copies=several)
         for sample in kept.samples:
             self._measure_sample(call, sample, weight, grad)
 
@@ -343,7 +345,7 @@ class StepObserver:
             of_dgrad=sample.of_dgrad,
             input_tiles=x[sample.in_tiles],
             grad_output_tiles=g[sample.in_tiles, features],
-            tensor_numbers=weight.tensor_numbers,
+            amaxes_or_scales=weight.amaxes_or_scales,
         )
         measure = partial(
             partial_sums,
@@ -404,14 +406,14 @@ class StepObserver:
                 self._rows.own.record_failure(error, f"{placement.name}: ")
         return None
 
-    def _tensor_numbers(
+    def _amaxes_or_scales(
         self,
         call: _Call,
         kept: _Kept,
         weight: Tensor,
         grad: Tensor,
         delayed: dict[Format, Tensor],
-    ) -> TensorNumbers | None:
+    ) -> AmaxesOrScales | None:
         """All ranks of the tensor axis: return what scales of entire tensors are made from.
 
         None if no format has such a scale.
@@ -420,10 +422,10 @@ class StepObserver:
         multiplies the gathered tensor under one scale. A shard of the features has a scale of its
         own. Both are so in Transformer Engine (`with_amax_reduction`) and in simulated linears.
         """
-        if not self._needs_numbers:
+        if not self._needs_amaxes_or_scales:
             return None
 
-        def find() -> TensorNumbers:
+        def find() -> AmaxesOrScales:
             assert kept.amaxes is not None, "stored in the forward"
             input_amax, rotated_input = kept.amaxes
             weight_amax = amax_of(weight)
@@ -432,12 +434,12 @@ class StepObserver:
             if self._rotating_format is not None:
                 rotated_grad = rotated_amax(grad, self._rotating_format)
                 rotated = torch.stack([rotated_input, weight_amax, rotated_grad])
-            return TensorNumbers(amax, rotated, delayed)
+            return AmaxesOrScales(amax, rotated, delayed)
 
         found = self._try(call.placement, find)
         if found is None:
             zeros = weight.new_zeros(len(Operand), dtype=torch.float32)
-            found = TensorNumbers(zeros, zeros, {})
+            found = AmaxesOrScales(zeros, zeros, {})
         is_split = (call.input_is_split, False, call.output_is_split)  # X, W and G
         if call.token_axis.group is None or not any(is_split):
             return found

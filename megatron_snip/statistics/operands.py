@@ -19,7 +19,7 @@ from megatron_snip.statistics.health import OperandCounts
 from megatron_snip.types import Gemm, Operand
 
 
-class TensorNumbers(NamedTuple):
+class AmaxesOrScales(NamedTuple):
     """What scales of entire tensors are made from: FP32 [3] each, of X, W and G in this order.
 
     Attributes:
@@ -35,7 +35,7 @@ class TensorNumbers(NamedTuple):
     delayed: Mapping[Format, Tensor]
 
     def of(self, fmt: Format, operand: Operand, gemm: Gemm) -> Tensor:
-        """Return the `tensor_number` of an operand: an amax, or for delayed scaling a scale."""
+        """Return the `amax_or_scale` of an operand: an amax, or for delayed scaling a scale."""
         index = list(Operand).index(operand)
         if fmt.scale is ScaleType.DELAYED:
             if fmt in self.delayed:
@@ -81,7 +81,7 @@ class MeasuredWeight:
 
     Attributes:
         source: W [N, K] of this shard.
-        tensor_numbers: what scales of entire tensors are made from; None where no format has such
+        amaxes_or_scales: what scales of entire tensors are made from; None where no format has such
             a scale.
         counts: what became of W in the formats that it was quantized to.
     """
@@ -90,7 +90,7 @@ class MeasuredWeight:
         self,
         weight: Tensor,
         formats: Mapping[str, Format],
-        tensor_numbers: TensorNumbers | None,
+        amaxes_or_scales: AmaxesOrScales | None,
         keeps_copies: bool,
     ) -> None:
         """Compute nothing yet.
@@ -98,14 +98,14 @@ class MeasuredWeight:
         Args:
             weight: W [N, K] of this shard.
             formats: what is measured under each name.
-            tensor_numbers: see the class.
+            amaxes_or_scales: see the class.
             keeps_copies: whether there are several samples: then the copies of W in all formats
                 are held as long as this object. Else only the caller holds them, one format at a
                 time.
         """
         self.source = weight
         self._formats = formats
-        self.tensor_numbers = tensor_numbers
+        self.amaxes_or_scales = amaxes_or_scales
         self._keeps_copies = keeps_copies
         self._copies: dict[str, WeightCopies] = {}
         self.counts = OperandCounts(Operand.WEIGHT)
@@ -171,10 +171,10 @@ class MeasuredWeight:
     def _original(self, fmt: Format, gemm: Gemm) -> GemmOperand:
         """Return W as it is quantized for a GEMM."""
         w = self.tensor
-        numbers = self.tensor_numbers
-        number = None if numbers is None else numbers.of(fmt, Operand.WEIGHT, gemm)
+        known = self.amaxes_or_scales
+        amax_or_scale = None if known is None else known.of(fmt, Operand.WEIGHT, gemm)
         amaxes = self._amaxes.of(w, fmt, Operand.WEIGHT, gemm)
-        return GemmOperand(w, Operand.WEIGHT, gemm, amaxes, tensor_number=number)
+        return GemmOperand(w, Operand.WEIGHT, gemm, amaxes, amax_or_scale=amax_or_scale)
 
 
 class Operands(NamedTuple):
@@ -187,8 +187,8 @@ class Operands(NamedTuple):
         of_dgrad: which of these tokens dgrad is measured on.
         input_tiles: X [R, K], the tokens of complete tiles of wgrad.
         grad_output_tiles: G [R, N / stride], the same tokens, every `stride`-th output feature.
-        tensor_numbers: what scales of entire tensors are made from; None where no format has such a
-            scale.
+        amaxes_or_scales: what scales of entire tensors are made from; None where no format has such
+            a scale.
     """
 
     input: Tensor
@@ -197,7 +197,7 @@ class Operands(NamedTuple):
     of_dgrad: slice
     input_tiles: Tensor
     grad_output_tiles: Tensor
-    tensor_numbers: TensorNumbers | None = None
+    amaxes_or_scales: AmaxesOrScales | None = None
 
     def of(self, operand: Operand, gemm: Gemm) -> Tensor:
         """Return X or G of the tokens that `gemm` is measured on."""
@@ -216,10 +216,10 @@ class Operands(NamedTuple):
             grad_output_tiles=self.grad_output_tiles.float(),
         )
 
-    def tensor_number(self, fmt: Format, operand: Operand, gemm: Gemm) -> Tensor | None:
-        """Return what a scale per tensor is made from (`TensorNumbers.of`), if it is known."""
-        numbers = self.tensor_numbers
-        return None if numbers is None else numbers.of(fmt, operand, gemm)
+    def amax_or_scale(self, fmt: Format, operand: Operand, gemm: Gemm) -> Tensor | None:
+        """Return what a scale per tensor is made from (`AmaxesOrScales.of`), if it is known."""
+        known = self.amaxes_or_scales
+        return None if known is None else known.of(fmt, operand, gemm)
 
 
 def sums_of_squares(norms: Mapping[str, Tensor]) -> dict[str, Tensor]:

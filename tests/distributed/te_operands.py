@@ -163,7 +163,7 @@ def _quantized(operands: Operands, fmt: Format, operand: Operand, gemm: Gemm) ->
         fmt,
         operand,
         gemm,
-        tensor_number=operands.tensor_number(fmt, operand, gemm),
+        amax_or_scale=operands.amax_or_scale(fmt, operand, gemm),
         dtype=torch.float32,
     )
 

@@ -87,7 +87,7 @@ def test_operands_of_every_gemm(gpu: ExitStack, name: str) -> None:
                     fmt,
                     operand,
                     Gemm(gemm.name),
-                    tensor_number=number,
+                    amax_or_scale=number,
                     dtype=torch.float32,
                 )
                 assert torch.equal(ours, multiplied), (name, step, gemm.name, operand)
@@ -128,7 +128,7 @@ def test_an_fp8_input_that_wgrad_rounds_to_fp4_loses_little_more(first: str, kin
     fp8, fp4 = (RECIPES[name].quantization for name in (first, "nvfp4"))
     amax = x.float().abs().amax()
     once = quantize_dequantize_operand(
-        x, fp8, Operand.INPUT, Gemm.FPROP, tensor_number=amax, dtype=torch.bfloat16
+        x, fp8, Operand.INPUT, Gemm.FPROP, amax_or_scale=amax, dtype=torch.bfloat16
     )
     exact = rotated(x.float(), fp4, Gemm.WGRAD)
     errors = []

@@ -78,7 +78,7 @@ def agree(function, *args, **options) -> None:
 def test_every_format_and_direction(fmt, stream):
     x = sample(40, 136)
     amax = torch.tensor(1e7, device=DEVICE)  # x holds NaN, which would make all of nvfp4 NaN
-    options = {"stream": stream, "tensor_number": amax}
+    options = {"stream": stream, "amax_or_scale": amax}
     for block in {(1, fmt.tile), (fmt.tile, 1), fmt.weight_block}:
         agree(quantize_dequantize, x, fmt, block, **options)
         agree(quantize_dequantize, x.bfloat16(), fmt, block, dtype=torch.bfloat16, **options)

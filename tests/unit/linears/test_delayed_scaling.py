@@ -96,14 +96,14 @@ def test_scales_are_those_of_earlier_microbatches() -> None:
     assert job.scales().tolist() == [1.0, 1.0, 1.0]
     x, y = job.forward(100.0)
     q = quantize_dequantize_operand(
-        x.detach(), DELAYED, Operand.INPUT, Gemm.FPROP, tensor_number=torch.tensor(1.0)
+        x.detach(), DELAYED, Operand.INPUT, Gemm.FPROP, amax_or_scale=torch.tensor(1.0)
     )
     w = quantize_dequantize_operand(
         job.module.weight.detach(),
         DELAYED,
         Operand.WEIGHT,
         Gemm.FPROP,
-        tensor_number=torch.tensor(1.0),
+        amax_or_scale=torch.tensor(1.0),
     )
     torch.testing.assert_close(y, q @ w.t())
     job.step(1, 4.0, 2.0)

@@ -89,7 +89,7 @@ def quantize_dequantize(x: np.ndarray, fmt: Format, block: tuple[int, int]) -> n
         for j in range(0, x.shape[1], block[1]):
             span = np.s_[i : i + block[0], j : j + block[1]]
             finite = np.isfinite(x[span]).all()
-            of_tensor = fmt.needs_tensor_number
+            of_tensor = fmt.needs_amax_or_scale
             if not finite or (of_tensor and not np.isfinite(tensor_amax)):
                 out[span] = np.nan
                 continue

@@ -35,7 +35,7 @@ ENTRIES = [(gemm, operand) for gemm, pair in GEMM_OPERANDS.items() for operand i
 ROW_GEMM = {Operand.INPUT: Gemm.FPROP, Operand.GRAD_OUTPUT: Gemm.DGRAD}
 FP4, FP8, NVFP4 = (FORMATS[name] for name in ("fp4", "fp8", "nvfp4"))
 
-UNCLAMPED = [fmt for fmt in SCALED if not fmt.needs_tensor_number]
+UNCLAMPED = [fmt for fmt in SCALED if not fmt.needs_amax_or_scale]
 each_format = pytest.mark.parametrize("fmt", SCALED, ids=lambda f: f.name)
 
 
@@ -92,7 +92,7 @@ def test_a_tile_with_nan_or_inf_becomes_nan_and_no_other(bad):
         assert torch.equal(out.isnan(), wanted)
     # under a tensor scale it is the entire tensor, unless the amax of finite shards is given
     assert quantize_dequantize(x, NVFP4, (1, 16)).isnan().all()
-    given = quantize_dequantize(x, NVFP4, (1, 16), tensor_number=torch.tensor(5.0))
+    given = quantize_dequantize(x, NVFP4, (1, 16), amax_or_scale=torch.tensor(5.0))
     assert given.isnan().sum() == 16 + 12
 
 

@@ -46,14 +46,14 @@ def test_together_or_alone_gives_the_same_bits(
         entries.append(GemmOperand(source, operand, gemm, amaxes, STREAM, number))
         alone.append(
             quantize_dequantize_operand(
-                x, fmt, operand, gemm, stream=STREAM, tensor_number=number, dtype=torch.float32
+                x, fmt, operand, gemm, stream=STREAM, amax_or_scale=number, dtype=torch.float32
             )
         )
     found = quantize_dequantize_operands(entries, fmt)
     for entry, wanted, (values, decode) in zip(entries, alone, found, strict=True):
         assert torch.equal(values, wanted)
         _, scale = tile_scales(
-            entry.amaxes, operand_format(fmt, entry.operand), entry.tensor_number
+            entry.amaxes, operand_format(fmt, entry.operand), entry.amax_or_scale
         )
         assert torch.equal(decode, scale)
 
@@ -65,7 +65,7 @@ def test_a_tensor_with_nan_leaves_the_others_alone() -> None:
 
     def entry(x: torch.Tensor) -> GemmOperand:
         amaxes = tile_amaxes(x, (1, 16))
-        return GemmOperand(x, Operand.INPUT, Gemm.FPROP, amaxes, tensor_number=amax_of(x))
+        return GemmOperand(x, Operand.INPUT, Gemm.FPROP, amaxes, amax_or_scale=amax_of(x))
 
     fmt = FORMATS["nvfp4"]
     (wanted,) = quantize_dequantize_operands([entry(good)], fmt)

@@ -86,13 +86,13 @@ def test_the_worst_expert_is_the_worst_of_experts_measured_alone() -> None:
 def test_zeros_of_a_tile_that_is_not_finite_do_not_hide_underflow(name: str, bad: float) -> None:
     """Q makes NaN of such a tile's zeros, too; E4M3 scales spread that over the tensor."""
     fmt, x = get_format(name), torch.tensor([[1e-9] * 127 + [1.0], [0.0] * 127 + [bad]])
-    tensor_amax = x.abs().amax() if fmt.needs_tensor_number else None
+    tensor_amax = x.abs().amax() if fmt.needs_amax_or_scale else None
     quantized = quantize_dequantize(x, fmt, (1, fmt.tile))
     counts = [OperandCounts(operand) for operand in Operand]
     for each in counts:
         gemm = Gemm.DGRAD if each.operand is Operand.GRAD_OUTPUT else Gemm.FPROP
         amaxes = tile_amaxes(x, (1, fmt.tile))
-        original = GemmOperand(x, each.operand, gemm, amaxes, tensor_number=tensor_amax)
+        original = GemmOperand(x, each.operand, gemm, amaxes, amax_or_scale=tensor_amax)
         _, decode = tile_scales(amaxes, fmt, tensor_amax)
         each.add(original, fmt, Quantized(quantized, decode))
     sums = health_sums(counts, torch.zeros(2, len(counts)))
@@ -105,7 +105,7 @@ def test_a_tile_whose_scale_is_rounded_to_zero_underflows_and_does_not_saturate(
     fmt, x = get_format("nvfp4_2d_rht"), torch.full((2, 32), 1e-9)
     x[0, 0] = 1.0
     amaxes = tile_amaxes(x, (1, fmt.tile))
-    original = GemmOperand(x, Operand.INPUT, Gemm.FPROP, amaxes, tensor_number=x.amax())
+    original = GemmOperand(x, Operand.INPUT, Gemm.FPROP, amaxes, amax_or_scale=x.amax())
     (quantized,) = quantize_dequantize_operands([original], fmt)
     assert (quantized.decode > 0).sum() == 1
     counts = OperandCounts(Operand.INPUT)
