@@ -29,7 +29,7 @@ HEAD = f"""\
 
 A setting of SNIP has the same name everywhere: `efficiency_target` in YAML and Python is
 `--snip-efficiency-target` on the command line, for `megatron-snip train` and for Megatron scripts.
-Flags override YAML. An unknown key or flag is an error.
+(The flag of `enabled` is `--snip`.) Flags override YAML. An unknown key or flag is an error.
 """
 SCRIPT = """\
 ## Megatron scripts

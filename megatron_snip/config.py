@@ -184,8 +184,9 @@ class PlanFields(Section):
 
     plan_file: Path | None = None
     """Start with this plan, a plans/<iteration>.json of another run. It must agree with the pins
-    and use only the formats, bf16 or what the job runs. A resumed run uses it only if it holds
-    another plan than the file of the stopped run did. Paths do not matter."""
+    and use only the formats, bf16 or what the job runs. A resumed run, unless it only
+    measures, uses it only if it holds another plan than the file of the stopped run did. Paths do
+    not matter."""
 
 
 class GuardFields(Section):

@@ -329,7 +329,7 @@ class Registry:
         """Install the patches that are asked for; those that are installed stay as they are.
 
         Args:
-            asked: what is to be installed.
+            asked: the modes whose patches are installed; "always" is one of them.
             patches: some of `patches`; by default all.
 
         Raises:

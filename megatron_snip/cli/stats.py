@@ -43,9 +43,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("run", metavar="RUN", type=Path, help="a run's directory")
     add("--iteration", metavar="N", type=integer, help="iteration of the refresh [the last]")
-    add("--sort", choices=("model", *COLUMNS), default="model", help="order of the rows [model]")
+    text = "order of the rows; local: change of the linear's update, error: relative [model]"
+    add("--sort", choices=("model", *COLUMNS), default="model", help=text)
     add("--health", action="store_true", help="the worst linears by each measure of health")
-    add("--csv", action="store_true", help="every value of health as CSV, worst first")
+    add(
+        "--csv",
+        action="store_true",
+        help="all values of each measure of health as CSV, worst first",
+    )
     add("--json", action="store_true", help="print the file that is read, only")
 
 

@@ -32,8 +32,9 @@ def make_plan(
     Args:
         problem: The linears and their options.
         settings: The constraints and the policy.
-        previous: The current plan. The search starts from it, `settings.change_penalty` compares
-            with it, and its assignment stays unless a better one is found.
+        previous: The current plan. The policy `snip` starts from it, and keeps it unless it finds a
+            better one; its `settings.change_penalty` counts changes from it. Policies that order
+            linears or GEMMs ignore it.
         iteration: Megatron's (1-based) iteration at which the plan is asked for; 0 before training.
 
     Returns:
@@ -65,7 +66,8 @@ def make_plan(
         linears[table.names[row]] = parse_option(table.options(row)[column])
     quality_loss = table.quality_loss(columns)
     # The solver minimizes the quality loss plus the price of changes, and `found.bound` is a bound
-    # of that. The plan's `objective` and `bound` are of the quality loss alone.
+    # of that. The plan's `objective` and `bound` are of the quality loss alone, so the bound holds
+    # for plans with at most as many changes.
     num_changes = float(changes(table, hint)[table.rows, columns].sum())
     bound = found.bound - merged_settings.change_penalty * num_changes
     plan = PrecisionPlan(

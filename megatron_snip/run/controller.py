@@ -409,7 +409,7 @@ class SnipController:
     def _note_state_before(self, iteration: int) -> bool:
         """Keep the state before an iteration; return whether Megatron repeats the iteration.
 
-        Then the state before its first run stays.
+        Of one that is repeated the state before its first run stays.
         """
         if self._before is not None and self._before.iteration == iteration - 1:
             return True

@@ -50,9 +50,9 @@ class GuardState(Record):
 
     Attributes:
         loss: the losses and the watch.
-        good: the plan to fall back to, unless it is the current one: the plan before the change,
-            or after a revert the fallback. It counts as good, even if it was replaced before its 50
-            iterations were over. None: none is known.
+        good: the plan to fall back to: the one before the last change. After a revert it is the
+            current plan itself, and no fallback. It need not have been judged to the end. None:
+            none is known.
         refused: digests of plans that were reverted.
         num_reverted: plans reverted since one was last judged good.
         refresh_at: iteration from which a refresh is wanted because a plan was reverted, or None.

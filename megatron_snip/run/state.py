@@ -57,9 +57,9 @@ class ControllerState:
         iteration: the last iteration done; 0 before training.
         plan: the current plan.
         history: (iteration, digest) of every plan that followed the run's first one, in order.
-        target: the target of the last planning problem, at first that of the first plan. A plan
-            is asked for if the target becomes another one. None: there was no problem yet, because
-            the policy needs measurements and there are none.
+        target: the target of the last planning problem, at first that of the first plan. A plan is
+            asked for if the schedule's target differs from it. None: there was no problem yet,
+            because the policy needs measurements and there are none.
         schedule: when the last refresh began, and whether one is due.
         solve: what the solver works on, or None.
         guard: the losses and the refused plans; None without a guard.

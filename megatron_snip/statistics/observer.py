@@ -15,8 +15,9 @@ fails to measure contributes zeros, and `table` raises on all ranks. Nothing wai
 before `table`, except in MoE layers: there ranks exchange how many tokens each expert gets
 (linears/moe_dispatch.py).
 
-An expert's rows come from several data ranks, its senders. Each sender's rows are sampled as that
-rank would sample them without expert parallelism. Any other linear has one sender, this rank.
+An expert's rows come from several data ranks, its senders. The rows of each sender are a microbatch
+of their own, sampled as if the expert were on the sender's rank, without expert parallelism. Any
+other linear has one sender, this rank.
 """
 
 import time
@@ -149,14 +150,14 @@ class StepObserver:
         rotating = [fmt for fmt in settings.formats.values() if fmt.wgrad_hadamard]
         self._rotating_format = next((fmt for fmt in rotating if fmt.needs_amax_or_scale), None)
         self._num_forwards: dict[Placement, int] = defaultdict(int)
-        self._rows = RowSums(settings.formats, topology, sensitivities)
+        self._sums = RowSums(settings.formats, topology, sensitivities)
         # All linears of a microbatch have the same sample, so it is drawn once.
         self._draw = cache(partial(draw_sample, settings))
 
     @property
     def failure(self) -> str | None:
         """Why measuring failed on this rank; None if it did not."""
-        return self._rows.own.failure
+        return self._sums.own.failure
 
     def restart(self) -> None:
         """Forget what was observed.
@@ -165,7 +166,7 @@ class StepObserver:
         only the last pass counts.
         """
         self._num_forwards.clear()
-        self._rows.clear()
+        self._sums.clear()
 
     def observe(
         self,
@@ -240,7 +241,7 @@ class StepObserver:
         control = self._topology.control
         with self._measuring():
             return reduce_sums(
-                self._rows.own, self._settings, linears, grad_scale, loss, norms, control
+                self._sums.own, self._settings, linears, grad_scale, loss, norms, control
             )
 
     @contextmanager
@@ -359,7 +360,7 @@ class StepObserver:
         )
         sums = self._try(placement, measure)
         if sums is not None:
-            self._rows.add_amax(placement, sums.amax)
+            self._sums.add_amax(placement, sums.amax)
         if placement.tensor.group is not None:
             if sums is None:
                 sums = PartialSums.zeros(placement.kind, operands, settings.formats)
@@ -368,7 +369,7 @@ class StepObserver:
         if sums is not None and placement.tensor.rank == 0:
             stride = features.step or 1
             add = partial(
-                self._rows.add, placement, sample, sums, operands.grad_output, feature_stride=stride
+                self._sums.add, placement, sample, sums, operands.grad_output, feature_stride=stride
             )
             self._try(placement, add)
 
@@ -403,7 +404,7 @@ class StepObserver:
             try:
                 return action()
             except Exception as error:
-                self._rows.own.record_failure(error, f"{placement.name}: ")
+                self._sums.own.record_failure(error, f"{placement.name}: ")
         return None
 
     def _amaxes_or_scales(

@@ -152,7 +152,8 @@ class RecipeTELinear:
         """Whether the linear runs delayed scaling now."""
         if self._runtime.in_bf16:
             return False
-        table_entry = RECIPES.get(self._planned_recipe.fprop)  # a custom recipe has none
+        # None: the job's own recipe, if SNIP does not know it (`job.CUSTOM`).
+        table_entry = RECIPES.get(self._planned_recipe.fprop)
         return table_entry is not None and table_entry.has_history
 
     def delayed_scales(self, placement: Placement) -> DelayedScales | None:
