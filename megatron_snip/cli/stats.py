@@ -43,7 +43,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("run", metavar="RUN", type=Path, help="a run's directory")
     add("--iteration", metavar="N", type=integer, help="iteration of the refresh [the last]")
-    text = "order of the rows; local: change of the linear's update, error: relative [model]"
+    text = (
+        "order of the rows: the model's, or largest first by the loss divergence, the weight "
+        "divergence, the relative change of the linear's own update (local) or the relative "
+        "quantization error of the operands (error) [model]"
+    )
     add("--sort", choices=("model", *COLUMNS), default="model", help=text)
     add("--health", action="store_true", help="the worst linears by each measure of health")
     add(

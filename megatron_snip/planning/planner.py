@@ -32,9 +32,9 @@ def make_plan(
     Args:
         problem: The linears and their options.
         settings: The constraints and the policy.
-        previous: The current plan. The policy `snip` starts from it, and keeps it unless it finds a
-            better one; its `settings.change_penalty` counts changes from it. Policies that order
-            linears or GEMMs ignore it.
+        previous: The current plan, from which `settings.change_penalty` counts changes. The policy
+            `snip` starts from it, and keeps it unless it finds a better one. For policies that
+            order linears or GEMMs the penalty only decides between options of equal gain.
         iteration: Megatron's (1-based) iteration at which the plan is asked for; 0 before training.
 
     Returns:
