@@ -13,7 +13,6 @@ and ranks; amax is a maximum. Experts have rows of their own beside their linear
 import math
 from collections.abc import Sequence
 from functools import cached_property
-from itertools import accumulate
 from typing import Any
 
 import torch
@@ -171,9 +170,23 @@ def _log2_counts(pairs: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
 
 
 def _linear_health(
-    s: LinearStatistics, sums: LinearSums, amax: list[float], experts: Tensor, grad_scale: float
+    s: LinearStatistics,
+    sums: LinearSums,
+    ends: list[list[list[int]]],
+    amax: list[float],
+    experts: Tensor,
+    grad_scale: float,
 ) -> LinearHealth:
-    """Return the health of one linear; `make_health_table` explains the arguments."""
+    """Return the health of one linear.
+
+    Args:
+        s: Its statistics.
+        sums: Its sums.
+        ends: What `_ends` returns for the histograms of `sums.health`.
+        amax: See `make_health_table`, as the next two.
+        experts: Of this linear.
+        grad_scale: The same for all.
+    """
     # Factors from each tensor as the linear sees it to its unit in the table.
     units = {Operand.INPUT: 1.0, Operand.WEIGHT: 1.0, Operand.GRAD_OUTPUT: grad_scale}
     operands: dict[str, dict[Operand, OperandHealth]] = {name: {} for name in s.formats}
@@ -184,7 +197,7 @@ def _linear_health(
     for o, (operand, unit) in enumerate(units.items()):
         shift = math.log2(unit)
         largest[operand] = amax[o] * unit if math.isfinite(amax[o]) else None
-        histogram = _trimmed(originals[o][ERROR_SUMS:], shift)
+        histogram = _histogram(originals[o][ERROR_SUMS:], ends[-1][o], shift)
         if histogram is not None:
             histograms[operand] = histogram
         for f, name in enumerate(s.formats):
@@ -193,7 +206,7 @@ def _linear_health(
                 if math.isfinite(values[f][o]):
                     worst_expert[measure] = (which[f][o], values[f][o])
             operands[name][operand] = _operand_health(
-                by_format[f][o], originals[o], shift, worst_expert
+                by_format[f][o], originals[o], _spread(ends[f][o], shift), worst_expert
             )
 
     gemms = {}
@@ -203,12 +216,13 @@ def _linear_health(
             Gemm.DGRAD: _db(s.input_grad_square, errors.input_grad_error_square),
             Gemm.WGRAD: _db(s.wgrad_square, errors.wgrad_error_square),
         }
-    grad, weight, update = sums.norms.tolist()
+    grad, step = sums.norms.tolist()
+    weight = s.weight_square * max(1, len(experts))  # it is the mean over experts
     return LinearHealth(
         name=s.name,
         stage=s.stage,
         gradient_norm=math.sqrt(grad) if grad > 0 and math.isfinite(grad) else None,
-        update_ratio=math.sqrt(update / weight) if update > 0 and 0 < weight < math.inf else None,
+        update_ratio=math.sqrt(step / weight) if step > 0 and 0 < weight < math.inf else None,
         amax=largest,
         operands=operands,
         gemm_sqnr_db=gemms,
@@ -219,7 +233,7 @@ def _linear_health(
 def _operand_health(
     numbers: Sequence[float],
     original: Sequence[float],
-    shift: float,
+    scale_log2: tuple[float, float, float] | None,
     worst_expert: dict[HealthMeasure, tuple[int, float]],
 ) -> OperandHealth:
     """Return the health of an operand in one format.
@@ -227,16 +241,16 @@ def _operand_health(
     Args:
         numbers: Its OPERAND_SUMS numbers in the format.
         original: Those of the operand before quantization.
-        shift: What is added to log2 of the operand's numbers.
+        scale_log2: Least, median and largest log2 of its tiles' scales.
         worst_expert: The operand's worst experts in the format.
     """
-    error, zeros, saturated, *scales = numbers
+    error, zeros, saturated = numbers[:ERROR_SUMS]
     square, num_elements = original[:2]
     return OperandHealth(
         sqnr_db=_db(square, error),
         underflow=zeros / num_elements if num_elements else None,
         saturated=saturated / num_elements if num_elements else None,
-        scale_log2=_spread(scales, shift),
+        scale_log2=scale_log2,
         worst_expert=worst_expert,
     )
 
@@ -274,13 +288,16 @@ def make_health_table(
             experts.
         grad_scale: Factor from G as the linear sees it to the gradient of the batch-mean loss.
     """
+    ends = _ends(sums.health[..., ERROR_SUMS:]).tolist()
     linears = []
     for i, statistics in enumerate(table.linears):
         if not statistics.microbatches:
             continue
         of_linear = LinearSums(sums.statistics[i], sums.norms[i], sums.health[i])
         largest = amax[i].tolist()
-        linears.append(_linear_health(statistics, of_linear, largest, experts[i], grad_scale))
+        linears.append(
+            _linear_health(statistics, of_linear, ends[i], largest, experts[i], grad_scale)
+        )
     return HealthTable(table.iteration, tuple(linears))
 
 
@@ -290,22 +307,38 @@ def _db(signal: float, error: float) -> float | None:
     return 10 * math.log10(ratio) if 0 < ratio < math.inf else None
 
 
-def _trimmed(bins: Sequence[float], shift: float) -> tuple[float, list[float]] | None:
+def _ends(bins: Tensor) -> Tensor:
+    """Return where histograms begin, have their median, and end.
+
+    Args:
+        bins: [.., NUM_BINS] counts.
+
+    Returns:
+        int64 [.., 3] Indices of bins; -1 where a histogram is empty or not finite.
+    """
+    total = bins.sum(-1, keepdim=True)
+    occupied = (bins != 0).int()  # `argmax` finds the first of the largest
+    first = occupied.argmax(-1)
+    median = (bins.cumsum(-1) >= (0.5 - 1e-9) * total).int().argmax(-1)
+    last = NUM_BINS - 1 - occupied.flip(-1).argmax(-1)
+    is_known = (total > 0) & (total < math.inf)
+    return torch.stack([first, median, last], -1).masked_fill(~is_known, -1)
+
+
+def _histogram(
+    bins: Sequence[float], ends: Sequence[int], shift: float
+) -> tuple[float, list[float]] | None:
     """Return log2 of the first bin that is not empty, and the shares from there to the last one."""
+    first, _, last = ends
+    if first < 0:
+        return None
     total = sum(bins)
-    if not 0 < total < math.inf:
-        return None
-    occupied = [i for i, count in enumerate(bins) if count]
-    first, last = occupied[0], occupied[-1]
-    shares = [count / total for count in bins[first : last + 1]]
-    return first + LOWEST_LOG2 + shift, shares
+    return first + LOWEST_LOG2 + shift, [count / total for count in bins[first : last + 1]]
 
 
-def _spread(bins: Sequence[float], shift: float) -> tuple[float, float, float] | None:
+def _spread(ends: Sequence[int], shift: float) -> tuple[float, float, float] | None:
     """Return least, median and largest log2."""
-    histogram = _trimmed(bins, shift)
-    if histogram is None:
+    if ends[0] < 0:
         return None
-    low, shares = histogram
-    middle = next(i for i, below in enumerate(accumulate(shares)) if below >= 0.5 - 1e-9)
-    return low, low + middle, low + len(shares) - 1
+    first, median, last = (index + LOWEST_LOG2 + shift for index in ends)
+    return first, median, last

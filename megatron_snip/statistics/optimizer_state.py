@@ -98,13 +98,12 @@ def _adam(shard: Shard) -> tuple[Tensor, Tensor] | None:
         return None
     beta1, beta2 = shard.group.get("betas", (0.0, 0.0))[:2]
     eps = float(shard.group.get("eps", 0.0))
-    # 1 / D = factor (sqrt(v^) + eps), in one pass after the root; the update in another one.
+    # 1 / D = factor (sqrt(v^) + eps), in one pass after the root.
     factor = (1 - beta1 ** (step + 1)) / (1 - beta1)
     root = second.float().sqrt()
     offset = root.new_full((), factor * eps)
     inverse_d = torch.add(offset, root, alpha=factor / math.sqrt(1 - beta2**step), out=root)
-    scale = factor / (1 - beta1**step)
-    update = torch.addcdiv(root.new_zeros(()), first.float(), inverse_d, value=scale)
+    update = torch.div(first.float(), inverse_d).mul_(factor / (1 - beta1**step))
     return inverse_d, update
 
 

@@ -1,4 +1,4 @@
-"""Sensitivity D of each weight in factors, over all ranks; norms of gradient, weight and update.
+"""Sensitivity D of each weight in factors, over all ranks; norms of gradient and update.
 
 As in Adafactor (Shazeer and Stern, arXiv:1804.04235), 1 / D^2 is approximated by the outer product
 of its row sums r and column sums c over their total,
@@ -21,7 +21,6 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from megatron_snip.collectives import attempt, sum_together
-from megatron_snip.quantizers.stored import high_precision
 from megatron_snip.statistics.optimizer_state import (
     Shard,
     gradient_of,
@@ -30,8 +29,8 @@ from megatron_snip.statistics.optimizer_state import (
 )
 from megatron_snip.topology import Axis, LinearKind, Placement, Topology
 
-NORMS = 3
-"""Numbers of one linear: |gradient|^2, |W|^2 and |learning rate * update|^2."""
+NORMS = 2
+"""Numbers of one linear: |gradient|^2 and |learning rate * update|^2."""
 
 
 @dataclass(frozen=True)
@@ -139,16 +138,15 @@ def weight_norms(
         if grad is not None and owns_part:
             num_replicas = 1 if sensitivity is None else sensitivity.num_replicas
             norms[0] = _square(_owned_by(shard, grad)) / loss_scale**2 / num_replicas
-            norms[1] = _square(_owned_by(shard, high_precision(parameter))) / num_replicas
         is_first = rank == 0 and placement.tensor.rank == 0
         if sensitivity is not None and is_first:  # `step_square` is that of the unsharded weight
-            norms[2] = sensitivity.step_square
+            norms[1] = sensitivity.step_square
         found[placement.name] = norms + found.get(placement.name, 0.0)
     return found
 
 
 def _owned_by(shard: Shard | None, tensor: Tensor) -> Tensor:
-    """Return a shard's elements of a weight or gradient, flat; all of them without a shard."""
+    """Return a shard's elements of a gradient, flat; all of them without a shard."""
     if isinstance(tensor, DTensor):
         return tensor.to_local().reshape(-1)
     elements = slice(None) if shard is None else slice(shard.start, shard.end)

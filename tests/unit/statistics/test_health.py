@@ -130,3 +130,23 @@ def test_a_tensor_that_vanishes_is_the_worst_and_one_without_underflow_is_not_li
     worst = {measure: [f for f in table.worst() if f.measure == measure] for measure in MEANINGS}
     assert worst["sqnr_db"][0].linear == "gone" and worst["sqnr_db"][0].value == 0.0
     assert all(each.value > 0 for each in worst["underflow"])
+
+
+@pytest.mark.parametrize("num_experts", [0, 2])
+def test_the_update_ratio_is_of_the_weights_of_all_experts(num_experts: int) -> None:
+    toy = Toy.make("column", microbatches=2)
+    settings = MeasureSettings(equations.FORMATS, STEP, SEED, all_tokens=True)
+    observer = StepObserver(settings, Topology(), {})
+    place = toy.placement(Topology())
+    square = 0.0
+    for expert in range(num_experts) or [None]:
+        weight = (toy.weight * (1 + (expert or 0))).requires_grad_()
+        square += weight.detach().square().sum().item()
+        for x, g in zip(toy.inputs, toy.grads, strict=True):
+            output = torch.nn.functional.linear(x, weight)
+            observer.observe(replace(place, expert=expert), x, weight, output).backward(g)
+    norms = {place.name: torch.tensor([9.0, 4.0], dtype=torch.float64)}
+    _, health = observer.table([place.info], 1.0, None, lambda: norms)
+    (linear,) = health.linears
+    assert linear.gradient_norm == 3.0
+    assert linear.update_ratio == pytest.approx(2.0 / math.sqrt(square), rel=1e-5)
