@@ -140,12 +140,12 @@ class PlanFields(Section):
 
     target_schedule: tuple[str, ...] = ()
     """ITERATION:TARGET, comma separated: the efficiency target from each iteration on, such as
-    0:0,200:0.75,9000:0.5. 9500:~0 lets it fall linearly from the point before, to 0 at 9500. A new
-    target needs no new measurement."""
+    0:0,200:0.75,9000:0.5. 9500:~0 lets it fall from the point before to 0 at 9500, in steps of at
+    most 0.05, each half a step early. A new target needs no new measurement."""
 
     heal_from: Annotated[float, Field(gt=0.0, le=2**53)] | None = None
-    """Iteration, or fraction of the run (up to 1), from which the target falls in steps to 0,
-    shortly before the end."""
+    """Iteration, or fraction of the run (up to 1), from which the target falls in steps; it
+    reaches 0 shortly before the end."""
 
     heal_order: Literal["plan", "forward", "backward"] = "plan"
     """What healing raises first: `plan` (what the quality losses say), `forward` (fprop) or
@@ -185,8 +185,7 @@ class PlanFields(Section):
     plan_file: Path | None = None
     """Start with this plan, a plans/<iteration>.json of another run. It must agree with the pins
     and use only the formats, bf16 or what the job runs. A resumed run, unless it only
-    measures, uses it only if it holds another plan than the file of the stopped run did. Paths do
-    not matter."""
+    measures, ignores a file with the same plan as that of the stopped run. Paths do not matter."""
 
 
 class GuardFields(Section):

@@ -8,7 +8,8 @@
 A patch replaces one attribute of a module or class, by name, and never copies the original's body.
 One without a handler only checks that the function is there. All symbols of one `install`
 and their parameters are checked before the first one is replaced. A release that was not tested
-then runs with a warning. `uninstall` restores the original objects.
+then runs with a warning. `uninstall` restores the original objects. (The folder patches/ is
+installed as `megatron_snip.patches`.)
 """
 
 from __future__ import annotations

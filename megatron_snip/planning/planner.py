@@ -66,8 +66,8 @@ def make_plan(
         linears[table.names[row]] = parse_option(table.options(row)[column])
     quality_loss = table.quality_loss(columns)
     # The solver minimizes the quality loss plus the price of changes, and `found.bound` is a bound
-    # of that. The plan's `objective` and `bound` are of the quality loss alone, so the bound holds
-    # for plans with at most as many changes.
+    # of that. Less the price of this plan's changes, it bounds the quality loss of every plan that
+    # changes no more linears.
     num_changes = float(changes(table, hint)[table.rows, columns].sum())
     bound = found.bound - merged_settings.change_penalty * num_changes
     plan = PrecisionPlan(

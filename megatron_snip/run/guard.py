@@ -3,7 +3,8 @@
 It judges the first 50 iterations after a plan change, and more while a series of spikes lasts;
 loss_monitor.py says what a spike is. At a spike everything that the attempt changed is restored,
 and the iteration runs again under the fallback plan. So no NaN of a judged iteration reaches the
-weights if the plan caused it. The two losses decide:
+weights if the plan caused it. The two losses decide (at the
+tenth spike of a series the plan is to blame in any case):
 
     the plan is to blame      it is reverted: the fallback stays, and the plan is refused if it
                               comes again (the last 16 reverted plans are remembered). After the

@@ -76,7 +76,7 @@ class Observation:
 
     @contextmanager
     def observing(self) -> Iterator[None]:
-        """Observe the linears inside the block; how they run does not change."""
+        """Observe the linears inside the block. Only fused MLPs change: they run unfused."""
         with self.dispatch.counting(), self.runtime.observed_by(self.observer):
             yield
 

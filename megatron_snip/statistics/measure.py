@@ -63,7 +63,8 @@ class PartialSums(NamedTuple):
             Column-parallel: [1 + F, D, K], dX and each format's eX of the D tokens of dgrad.
         tokens: [2 + 2 F, S] |G_t|^2, |Y_t|^2, |eY_t|^2 and <G_t, eY_t>; column-parallel only.
         scalars: sums of squares, in the order of `_scalar_names`.
-        health: [1 + F, 3 operands, OPERAND_SUMS], see `LinearSums.health`.
+        health: [1 + F, 3 operands, OPERAND_SUMS], the operands before quantization last; see
+            `LinearSums.health`.
         amax: [3] the largest magnitudes of this shard's X, W and G.
     """
 
@@ -106,7 +107,8 @@ class _TokenPair(NamedTuple):
 
     Attributes:
         input: Q(X), [tokens, K].
-        grad_output: Q(G), [tokens, output features]; of single tokens only those of dgrad.
+        grad_output: Q(G), [tokens, output features]. Of single tokens it has only the rows that
+            dgrad is measured on, and `input` has all.
         original_grad_output: G before it was quantized; for wgrad after the format's Hadamard
             transform, if it has one.
     """

@@ -268,9 +268,8 @@ class StepObserver:
         forward = self._num_forwards[placement]
         self._num_forwards[placement] += 1
         num_tokens = num_rows * (call.token_axis.size if call.input_is_split else 1)
-        # Microbatches are numbered over all senders in turn: if there are two senders, sender 0 has
-        # the numbers 0, 2, 4 .. Rows of an expert can come from every data rank. All other rows are
-        # this rank's own.
+        # Microbatches are numbered over all data ranks in turn: of two, rank 0 has the numbers 0,
+        # 2, 4 .. Rows of an expert have the number of the rank that sent them.
         rows_by_sender = self._rows_by_sender(placement, num_tokens)
         if rows_by_sender is None:
             own = self._topology.data_axis(placement)

@@ -27,7 +27,7 @@ def report_step(call: Call, session: Session) -> Any:
     args = get_args()
     end_step(
         session,
-        call.arguments["iteration"],
+        call.arguments["iteration"],  # Megatron has counted it by now: it is 1-based here
         call.arguments["optimizer"],
         seq_length=int(args.seq_length),
         log_interval=int(args.log_interval),
