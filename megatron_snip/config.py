@@ -185,7 +185,8 @@ class PlanFields(Section):
     plan_file: Path | None = None
     """Start with this plan, a plans/<iteration>.json of another run. It must agree with the pins
     and use only the formats, bf16 or what the job runs. A resumed run, unless it only
-    measures, ignores a file with the same plan as that of the stopped run. Paths do not matter."""
+    measures, ignores the file if the stopped run was given one with the same plan, under any
+    path."""
 
 
 class GuardFields(Section):

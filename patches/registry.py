@@ -361,7 +361,8 @@ class Registry:
     def uninstall(self) -> None:
         """End the session and restore the objects that `install` replaced.
 
-        An object that somebody else has replaced since stays; SNIP's below it calls the original.
+        If somebody has wrapped SNIP's wrapper since, theirs stays, and SNIP's below only calls the
+        original.
         """
         self.session.end()
         self.session.is_over = True

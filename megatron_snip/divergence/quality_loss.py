@@ -198,7 +198,8 @@ def planning_problem(table: DivergenceTable, target: float) -> PlanningProblem:
     for linear in table.statistics.linears:
         costs = {}
         for option, divergence in table.linears[linear.name].items():
-            norms = divergence.abs_error  # of a linear that was not measured: as its other scores
+            # A linear that was not measured has one value, 0 or NaN, in all its scores.
+            norms = divergence.abs_error
             if _was_measured(linear):
                 norms = _or_nan(norm_bound, linear, option)
             scores = {

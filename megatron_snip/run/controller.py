@@ -198,7 +198,7 @@ class SnipController:
 
     @property
     def history(self) -> Sequence[tuple[int, str]]:
-        """(iteration, digest) of every plan that followed the run's first one, in order."""
+        """(first iteration under it, digest) of each plan after the run's first one, in order."""
         return self._current.history
 
     @property
@@ -242,7 +242,7 @@ class SnipController:
             num_parts = self._schedule.iterations_per_refresh
             observation = self._observations.begin(iteration, part, num_parts)
             self._observations.observe_unfused(observation, iteration, step)
-        with self._observations.observing(observation):
+        with self._observations.observing_step(observation):
             outcome = self._guard.run(iteration, step, self.plan)
         self._take_guards_decision(iteration, outcome)
         self._observations.end(observation, step, outcome)

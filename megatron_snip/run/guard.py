@@ -3,8 +3,8 @@
 It judges the first 50 iterations after a plan change, and more while a series of spikes lasts;
 loss_monitor.py says what a spike is. At a spike everything that the attempt changed is restored,
 and the iteration runs again under the fallback plan. So no NaN of a judged iteration reaches the
-weights if the plan caused it. The two losses decide (at the
-tenth spike of a series the plan is to blame in any case):
+weights if the plan caused it. The two losses decide (if both
+are finite, the plan is to blame at the tenth spike of a series in any case):
 
     the plan is to blame      it is reverted: the fallback stays, and the plan is refused if it
                               comes again (the last 16 reverted plans are remembered). After the
@@ -16,7 +16,8 @@ tenth spike of a series the plan is to blame in any case):
 
 A gradient that is not finite counts as a loss that is not finite. The fallback is the first of
 these that differs from the current plan: the plan before the change; what the job itself runs, with
-the pins. If none differs, the guard judges nothing until the next plan change.
+the pins. If none differs at a spike, the guard judges nothing from then until the next
+plan change.
 
 Outside the iterations that are judged the loss is summed asynchronously after the backward, and
 read at the end of the iteration.
@@ -51,9 +52,9 @@ class GuardState(Record):
 
     Attributes:
         loss: the losses and the watch.
-        good: the plan to fall back to: the one before the last change. After a revert it is the
-            current plan itself, and no fallback. It need not have been judged to the end. None:
-            none is known.
+        good: the plan to fall back to: the one before the last change. After a revert it equals the
+            current plan, so it does not serve as one. It need not have been judged to the end.
+            None: none is known.
         refused: digests of plans that were reverted.
         num_reverted: plans reverted since one was last judged good.
         refresh_at: iteration from which a refresh is wanted because a plan was reverted, or None.

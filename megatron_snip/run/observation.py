@@ -1,7 +1,7 @@
 """Observing: from training iterations to statistics, divergences and a planning problem.
 
 begin          the linears of one part are chosen; the sensitivities of their weights are gathered
-observing      their forward and backward are observed while the iteration runs; with fused MLPs in
+observing_step their forward and backward are observed while the iteration runs; with fused MLPs in
                an additional, unfused run before it (`observe_unfused`)
 end            all-reduces over ranks; adds the part to the next running mean of the statistics
 complete       after the last part: that is the running mean from now on
@@ -189,7 +189,7 @@ class Observations:
         """All ranks: run a step once unfused and observe it, where MLPs run fused operations.
 
         Fused MLPs do not call their linears, so the step itself cannot be observed. What the
-        additional run changes is undone. Where no MLP is fused, this does nothing: `observing`
+        additional run changes is undone. Where no MLP is fused, this does nothing: `observing_step`
         observes the step.
 
         Args:
@@ -209,7 +209,7 @@ class Observations:
         prepare_next_pass(step.chunks, self._optimizer)
         observation.observer.seconds = time.perf_counter() - begin
 
-    def observing(self, observation: Observation | None) -> AbstractContextManager[None]:
+    def observing_step(self, observation: Observation | None) -> AbstractContextManager[None]:
         """All ranks: return the context in which a step runs, and is observed if that is possible.
 
         Args:

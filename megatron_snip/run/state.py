@@ -17,7 +17,9 @@ the controller that has a state (docs/life-of-a-plan.md):
 `plan` and `history` are CurrentPlan's, `target` is the Replanner's, `delayed_scaling` is that of
 linears.delayed_scaling. The others have the names of their owners.
 
-Version 2 has other names and no `due_since`; it is still read. If the solver was working on a plan,
+Version 2 has other names and no `due_since`; it is still read.
+
+If the solver was working on a plan,
 its problem is stored: the resumed run solves it again, and with the same lag applies the plan at
 the same iteration. Of a refresh in parts only the iteration is stored at which it
 began: it begins again.
@@ -56,7 +58,8 @@ class ControllerState:
     Attributes:
         iteration: the last iteration done; 0 before training.
         plan: the current plan.
-        history: (iteration, digest) of every plan that followed the run's first one, in order.
+        history: (first iteration under it, digest) of each plan after the run's first one, in
+            order.
         target: the target of the last planning problem, at first that of the first plan. A plan is
             asked for if the schedule's target differs from it. None: there was no problem yet,
             because the policy needs measurements and there are none.

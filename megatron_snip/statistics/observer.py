@@ -414,9 +414,9 @@ class StepObserver:
         grad: Tensor,
         delayed: dict[Format, Tensor],
     ) -> AmaxesOrScales | None:
-        """All ranks of the tensor axis: return what scales of entire tensors are made from.
+        """All ranks of the tensor axis: return amaxes of X, W and G, or their delayed scales.
 
-        None if no format has such a scale.
+        None if no format has a scale of an entire tensor.
 
         Ranks share the scale of an operand whose tokens are split over them, because the GEMM
         multiplies the gathered tensor under one scale. A shard of the features has a scale of its

@@ -24,7 +24,7 @@ LEAST_TOKENS = 64
 MOST_TOKENS = 512
 """Largest number of tokens of a microbatch that are measured."""
 
-DGRAD_SHARE = 4
+DGRAD_STRIDE = 4
 """dgrad is measured on one of so many of these tokens: health reports it, and no score uses it."""
 
 FEATURE_STRIDE = 4
@@ -133,13 +133,13 @@ def draw_sample(settings: MeasureSettings, num_tokens: int, microbatch: int) -> 
         tiled = (chosen[:, None] * tile + torch.arange(tile)).reshape(-1)
         rows = torch.cat([drawn, tiled[tiled < num_tokens]])
         single = slice(wanted)
-        of_dgrad = slice(wanted // DGRAD_SHARE)
+        of_dgrad = slice(wanted // DGRAD_STRIDE)
         in_tiles = slice(wanted, None)
         key = StreamKey(settings.seed, "sampled features", settings.iteration, 0)
         first_feature = (key.word + microbatch) % FEATURE_STRIDE  # four microbatches cover all
         expansions = {
             "tokens": num_tokens / wanted,
-            "dgrad": num_tokens / (wanted // DGRAD_SHARE),
+            "dgrad": num_tokens / (wanted // DGRAD_STRIDE),
             "tiles": num_tiles / num_chosen,
         }
     return Sample(

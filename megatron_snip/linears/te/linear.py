@@ -152,7 +152,7 @@ class RecipeTELinear:
         """Whether the linear runs delayed scaling now."""
         if self._runtime.in_bf16:
             return False
-        # None: the job's own recipe, if SNIP does not know it (`job.CUSTOM`).
+        # The job's own recipe has no entry if SNIP does not know it (`job.CUSTOM`).
         table_entry = RECIPES.get(self._planned_recipe.fprop)
         return table_entry is not None and table_entry.has_history
 
