@@ -266,7 +266,7 @@ class Patch:
 
         @functools.wraps(function)
         def patched(*args: Any, **kwargs: Any) -> Any:
-            if session.is_over:  # somebody else has wrapped this wrapper, and still calls it
+            if session.is_over:  # another tool has wrapped this function, and still calls it
                 return function(*args, **kwargs)
             return handler(Call(self, function, args, kwargs), session)
 
@@ -361,8 +361,8 @@ class Registry:
     def uninstall(self) -> None:
         """End the session and restore the objects that `install` replaced.
 
-        If somebody has wrapped SNIP's wrapper since, theirs stays, and SNIP's below only calls the
-        original.
+        Where another tool has wrapped a patched function since, its wrapper stays. The patched
+        function inside of it then only calls the original.
         """
         self.session.end()
         self.session.is_over = True

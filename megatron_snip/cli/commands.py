@@ -82,7 +82,8 @@ def build_parser(chosen: str | None) -> argparse.ArgumentParser:
         epilog=EPILOG,
     )
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
-    text = "modules that add policies, formats or writers, to name before COMMAND"
+    text = "modules that add policies, formats or writers; it stands before COMMAND"
+    # For the help alone: `split_plugins` has taken it off the command line.
     parser.add_argument(PLUGINS_FLAG, metavar="A,B,...", help=text)
     subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for name, text in COMMANDS.items():

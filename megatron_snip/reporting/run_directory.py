@@ -207,14 +207,14 @@ class RunDirectory:
         path = self.path / "metrics.jsonl"
         if not path.is_file():
             return None
-        named: dict[int, int] = {}
+        named: list[tuple[int, int | None]] = []  # (iteration of the row, its plan), ascending
         for line in path.read_text(encoding="utf-8", errors="replace").split("\n")[:-1]:
             at = _iteration_of(line)
-            named = {before: plan for before, plan in named.items() if before < at}
-            plan = parse_json(line, "metrics.jsonl").get("plan_iteration") if at else None
-            if plan is not None and at <= iteration:
-                named[at] = plan
-        return named[max(named)] if named else None
+            while named and named[-1][0] >= at > 0:
+                named.pop()  # the run went back to a checkpoint
+            if 0 < at <= iteration and '"plan_iteration"' in line:
+                named.append((at, parse_json(line, "metrics.jsonl").get("plan_iteration")))
+        return named[-1][1] if named else None
 
     def _sync(self) -> None:
         if self._metrics is not None:

@@ -429,6 +429,6 @@ def last_refresh(folder: Path, metrics: MetricRows, until: int | None = None) ->
         until: the last iteration that counts; None: the run's.
     """
     ends = metrics.last_iteration if until is None else until
-    files = numbered_files(folder)
-    found = [at for at in files if at in metrics.refreshes and at <= ends]
-    return files[found[-1]] if found else None
+    refreshes = metrics.refreshes
+    found = [p for at, p in numbered_files(folder).items() if at in refreshes and at <= ends]
+    return found[-1] if found else None

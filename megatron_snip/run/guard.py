@@ -3,8 +3,8 @@
 It judges the first 50 iterations after a plan change, and more while a series of spikes lasts;
 loss_monitor.py says what a spike is. At a spike everything that the attempt changed is restored,
 and the iteration runs again under the fallback plan. So no NaN of a judged iteration reaches the
-weights if the plan caused it. The two losses decide (if both
-are finite, the plan is to blame at the tenth spike of a series in any case):
+weights if the plan caused it. The two losses decide (if both are finite, the plan is to blame at
+the tenth spike of a series in any case):
 
     the plan is to blame      it is reverted: the fallback stays, and the plan is refused if it
                               comes again (the last 16 reverted plans are remembered). After the
@@ -16,8 +16,7 @@ are finite, the plan is to blame at the tenth spike of a series in any case):
 
 A gradient that is not finite counts as a loss that is not finite. The fallback is the first of
 these that differs from the current plan: the plan before the change; what the job itself runs, with
-the pins. If none differs at a spike, the guard judges nothing from then until the next
-plan change.
+the pins. If none differs at a spike, the guard judges nothing from then until the next plan change.
 
 Outside the iterations that are judged the loss is summed asynchronously after the backward, and
 read at the end of the iteration.

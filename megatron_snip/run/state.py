@@ -19,10 +19,9 @@ linears.delayed_scaling. The others have the names of their owners.
 
 Version 2 has other names and no `due_since`; it is still read.
 
-If the solver was working on a plan,
-its problem is stored: the resumed run solves it again, and with the same lag applies the plan at
-the same iteration. Of a refresh in parts only the iteration is stored at which it
-began: it begins again.
+If the solver was working on a plan, its problem is stored: the resumed run solves it again, and
+with the same lag applies the plan at the same iteration. Of a refresh in parts only the iteration
+is stored at which it began: it begins again.
 """
 
 import logging

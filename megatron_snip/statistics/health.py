@@ -259,10 +259,11 @@ def _worst_experts(experts: Tensor) -> dict[HealthMeasure, tuple[Any, Any]]:
     """Return (worst expert, its value) by measure; both are lists [formats][operands]."""
     if not len(experts):
         return {}
-    errors, zeros, _ = experts[:, :-1].unbind(-1)  # [experts, formats, operands]
-    squares, num_elements, _ = experts[:, -1:].unbind(-1)  # before quantization
-    sqnr = 10 * torch.log10(squares / errors)
-    measured: dict[HealthMeasure, Tensor] = {"sqnr_db": sqnr, "underflow": zeros / num_elements}
+    by_format = experts[:, :-1]  # [experts, formats, operands, ERROR_SUMS]
+    originals = experts[:, -1:]
+    sqnr = 10 * torch.log10(originals[..., 0] / by_format[..., 0])
+    underflow = by_format[..., 1] / originals[..., 1]
+    measured: dict[HealthMeasure, Tensor] = {"sqnr_db": sqnr, "underflow": underflow}
     found: dict[HealthMeasure, tuple[Any, Any]] = {}
     for measure, values in measured.items():
         sign = -1 if measure in SMALL_IS_BAD else 1  # the worst is the largest of sign * value

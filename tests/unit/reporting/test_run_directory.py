@@ -177,6 +177,23 @@ def test_a_row_that_a_crash_has_lost_is_written_again(tmp_path: Path) -> None:
     assert read_run(tmp_path).plan == PLAN
 
 
+def test_a_plan_that_the_run_left_again_is_not_the_one_that_its_rows_name(tmp_path: Path) -> None:
+    """The rows name PLAN at 31 and another plan at 33; the run goes back to 32, and on to 34."""
+    linears = dict.fromkeys(PLAN.linears, BF16)
+    changes = {"iteration": 32, "linears": linears, "digest": assignment_digest(linears)}
+    run = RunDirectory(tmp_path)
+    for iteration, plan in ((31, PLAN), (33, PLAN.model_copy(update=changes))):
+        run.write(Event(iteration, applied(SHAPE, plan)))
+        run.write(Event(iteration, Metrics({})))
+    for iteration in (32, 34):
+        run.write(Event(iteration, Metrics({})))
+    run.write(Event(34, applied(SHAPE, PLAN, resumed=True)))
+    run.write(Event(35, Metrics({})))
+    run.close()
+    named = [(row["iteration"], row.get("plan_iteration")) for row in rows(tmp_path)]
+    assert named == [(31, 30), (33, 32), (32, None), (34, None), (35, None)]
+
+
 def test_text_that_utf_8_cannot_hold_is_written_so_that_it_is_read(tmp_path: Path) -> None:
     """Paths are bytes: Python has those of a name in Latin-1 as lone surrogates."""
     name = os.fsdecode(b"r\xe9sum\xe9")
