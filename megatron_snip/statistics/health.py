@@ -43,7 +43,10 @@ LOWEST_LOG2 = -96
 smaller ones count in the first bin, larger ones in the last."""
 
 HISTOGRAM_STRIDE = 8
-"""A histogram counts every eighth feature of the sampled tokens, and of W every eighth row too."""
+"""A histogram counts every eighth feature of the sampled tokens, and every eighth column of W."""
+
+WEIGHT_STRIDE = 8
+"""Elements of W are counted, by magnitude or because they became zero, on every eighth row."""
 
 _CAN_SATURATE = (ScaleType.E4M3, ScaleType.E4M3_TE, ScaleType.DELAYED)
 """Scales that are rounded down, or know only earlier tensors."""
@@ -58,7 +61,7 @@ class OperandCounts:
 
     Attributes:
         operand: which of X, W and G it is.
-        zeroed: for each format, how many elements became zero.
+        zeroed: for each format, how many elements became zero; of W an estimate from the counted rows.
         saturated: for each format, how many elements saturated; None where none can.
         scales: for each format, (decode scales of the tiles, their largest magnitudes).
     """
@@ -69,6 +72,7 @@ class OperandCounts:
         self.zeroed: list[Tensor] = []
         self.saturated: list[Tensor | None] = []
         self.scales: list[tuple[Tensor, Tensor]] = []
+        self._row_stride = WEIGHT_STRIDE if operand is Operand.WEIGHT else 1
         self._original: GemmOperand | None = None
 
     def add(self, original: GemmOperand, fmt: Format, quantized: Quantized) -> None:
@@ -83,8 +87,11 @@ class OperandCounts:
             self._original = original
         element = operand_format(fmt, self.operand).element
         assert element is not None
-        became_zero = self._nonzero > quantized.values.bool()
-        self.zeroed.append(became_zero.sum(dtype=torch.int32))  # faster than count_nonzero
+        became_zero = self._nonzero > quantized.values[:: self._row_stride].bool()
+        number = became_zero.sum(dtype=torch.int32)  # faster than count_nonzero
+        if self._row_stride > 1:
+            number = number * (self.num_elements / became_zero.numel())
+        self.zeroed.append(number)
         saturated = None
         if fmt.scale in _CAN_SATURATE:
             limit = quantized.decode * (element.max_value * _SCALE_ROUNDING)
@@ -97,9 +104,9 @@ class OperandCounts:
 
     @cached_property
     def _nonzero(self) -> Tensor:
-        """Where the operand is not zero."""
+        """Where the counted rows are not zero."""
         assert self._original is not None
-        return self._original.x.bool()  # much faster than eq(0)
+        return self._original.x[:: self._row_stride].bool()  # much faster than eq(0)
 
     @property
     def num_elements(self) -> int:
@@ -111,8 +118,7 @@ class OperandCounts:
     def magnitudes(self) -> Tensor:
         """The magnitudes of the elements that the operand's histogram counts, FP32; after `add`."""
         assert self._original is not None
-        rows = HISTOGRAM_STRIDE if self.operand is Operand.WEIGHT else 1
-        return self._original.x[::rows, ::HISTOGRAM_STRIDE].float().abs()
+        return self._original.x[:: self._row_stride, ::HISTOGRAM_STRIDE].float().abs()
 
     @cached_property
     def amax(self) -> Tensor:

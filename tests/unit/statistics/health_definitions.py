@@ -41,7 +41,8 @@ def check_health(found: dict[str, Any], toy: Toy, unit: float = 1.0) -> None:
             values = found["operands"][name][operand]
             sqnr = 10 * math.log10((x**2).sum() / ((q - x) ** 2).sum())
             assert values["sqnr_db"] == pytest.approx(sqnr, abs=1e-4)
-            assert values["underflow"] == pytest.approx(((q == 0) & (x != 0)).mean(), rel=1e-6)
+            zeroed = ((q == 0) & (x != 0))[::step]
+            assert values["underflow"] == pytest.approx(zeroed.mean(), rel=1e-6)
             block = operand_block(fmt, operand, GEMMS[operand])
             tiles = [each for p in parts for each in scales_of(p.double().numpy(), fmt, block)]
             logs = [math.floor(math.log2(scale)) for scale, _ in tiles]

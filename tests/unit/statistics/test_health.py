@@ -85,7 +85,8 @@ def test_the_worst_expert_is_the_worst_of_experts_measured_alone() -> None:
 @pytest.mark.parametrize("name", ["fp8", "mxfp4", "nvfp4"])
 def test_zeros_of_a_tile_that_is_not_finite_do_not_hide_underflow(name: str, bad: float) -> None:
     """Q makes NaN of such a tile's zeros, too; E4M3 scales spread that over the tensor."""
-    fmt, x = get_format(name), torch.tensor([[1e-9] * 127 + [1.0], [0.0] * 127 + [bad]])
+    two_rows = torch.tensor([[1e-9] * 127 + [1.0], [0.0] * 127 + [bad]])
+    fmt, x = get_format(name), two_rows.repeat_interleave(8, 0)  # of W every eighth row counts
     tensor_amax = x.abs().amax() if fmt.needs_amax_or_scale else None
     quantized = quantize_dequantize(x, fmt, (1, fmt.tile))
     counts = [OperandCounts(operand) for operand in Operand]
