@@ -61,7 +61,8 @@ class OperandCounts:
 
     Attributes:
         operand: which of X, W and G it is.
-        zeroed: for each format, how many elements became zero; of W an estimate from the counted rows.
+        zeroed: for each format, how many elements became zero; of W an estimate, from the rows that
+            are counted.
         saturated: for each format, how many elements saturated; None where none can.
         scales: for each format, (decode scales of the tiles, their largest magnitudes).
     """
