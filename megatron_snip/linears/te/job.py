@@ -1,8 +1,9 @@
 """What the job itself runs a Transformer Engine linear in, before SNIP sets anything.
 
-Megatron opens an autocast around each layer (`--fp8-format`, `--fp4-format`), leaves it out in the
-first and last layers with `--first-last-layers-bf16`, and a linear may have a recipe of its own
-(`--te-precision-config-file`). SNIP leaves a module untouched while it is to run just that.
+Megatron opens an autocast around each layer (`--fp8-format`; around most layers, `--fp4-format`),
+leaves it out in the first and last layers with `--first-last-layers-bf16`, and a linear may have a
+recipe of its own (`--te-precision-config-file`). SNIP leaves a module untouched while it is to run
+just that.
 """
 
 from dataclasses import fields
@@ -57,7 +58,35 @@ def _default_recipe(config: Any, name: str) -> str:
     block, layer, _ = split_linear_name(name)
     if not run.kind or is_bf16_layer(config, block, layer):
         return "bf16"
+    if run.kind == "fp4" and not _opens_fp4(config, block, name):
+        return "bf16"
     return recipe_of(run) or CUSTOM
+
+
+def _opens_fp4(config: Any, block: str, name: str) -> bool:
+    """Return whether Megatron runs a linear in `--fp4-format`.
+
+    Every transformer block opens a context of FP8, but some open none of FP4: their layers run
+    BF16. What a module of Megatron opens is seen in what it imports.
+
+    Args:
+        config: the settings of the layer.
+        block: the layer's transformer block.
+        name: name of the linear.
+    """
+    if block == "mtp":
+        # A layer of multi-token prediction opens none; a hybrid stack inside of one does.
+        return ".mtp_model_layer.layers." in name
+    if getattr(config, "is_hybrid_model", False):  # Megatron-Core 0.16 sets it
+        from megatron.core.ssm import mamba_block
+
+        return hasattr(mamba_block, "get_fp4_context")
+    if getattr(config, "overlap_moe_expert_parallel_comm", False):
+        from megatron.core.models.common import model_chunk_schedule_plan
+
+        # It opens FP8 by itself, or else asks the layer for what the layer needs.
+        return not hasattr(model_chunk_schedule_plan, "get_fp8_context")
+    return True
 
 
 def is_bf16_layer(config: Any, block: str, layer: int) -> bool:

@@ -1,0 +1,78 @@
+"""What a job runs its linears in before SNIP sets anything, in models that open no FP4 context."""
+
+from typing import Any
+
+import pytest
+import torch
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from megatron_snip.linears.model import PlannedModel
+from megatron_snip.linears.te.job import job_recipe
+from megatron_snip.topology import Topology
+from tests.models import SEQUENCE, build, losses
+
+FP4 = {"fp4": "e2m1"}
+MXFP8 = {"fp8": "e4m3", "fp8_recipe": "mxfp8"}
+
+
+def build_hybrid(**changes: Any) -> torch.nn.Module:
+    """Two attention layers and two MLPs in a stack of Mamba, MLP and attention layers."""
+    values = {
+        "bf16": True,
+        "params_dtype": torch.bfloat16,
+        "num_layers": 4,
+        "hidden_size": 64,
+        "ffn_hidden_size": 96,
+        "num_attention_heads": 2,
+        "num_query_groups": 2,
+        "add_bias_linear": False,
+        "use_cpu_initialization": True,
+        "bias_dropout_fusion": False,
+        "masked_softmax_fusion": False,
+        "gradient_accumulation_fusion": False,
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+    }
+    shape = {
+        "vocab_size": 32,
+        "max_sequence_length": SEQUENCE,
+        "position_embedding_type": "rope",
+    }
+    try:
+        from megatron.core.models.hybrid.hybrid_layer_specs import hybrid_stack_spec
+        from megatron.core.models.hybrid.hybrid_model import HybridModel
+
+        config = TransformerConfig(**values, **changes)
+        model = HybridModel(config, hybrid_stack_spec, hybrid_layer_pattern="*-*-", **shape)
+    except ImportError:  # Megatron-Core 0.16
+        from megatron.core.models.mamba import MambaModel
+        from megatron.core.models.mamba.mamba_layer_specs import mamba_stack_spec
+
+        config = TransformerConfig(**values, **changes, is_hybrid_model=True)
+        model = MambaModel(config, mamba_stack_spec, hybrid_override_pattern="*-*-", **shape)
+    return model.to(torch.bfloat16)
+
+
+@pytest.mark.parametrize("precision", [FP4, MXFP8], ids=["nvfp4", "mxfp8"])
+@pytest.mark.parametrize("kind", ["multi-token prediction", "hybrid"])
+def test_a_linear_runs_what_its_job_option_says(kind: str, precision: dict[str, Any]) -> None:
+    model = build_hybrid(**precision) if kind == "hybrid" else build(mtp_num_layers=1, **precision)
+    under = PlannedModel([model], Topology(), seed=7)
+    under.install()
+    losses(model)
+    for linear in under.linears:
+        recipe = linear.recipe
+        assert set(linear.module.seen) == {(recipe, recipe, recipe)}, linear.name
+
+
+def test_layers_whose_forward_and_backward_overlap_run_fp4_where_megatron_opens_it() -> None:
+    """Megatron-Core 0.16 opens only FP8 around them."""
+    from megatron.core.models.common import model_chunk_schedule_plan
+
+    model = build(**FP4)
+    module = model.decoder.layers[0].mlp.linear_fc1
+    assert job_recipe(module, "decoder.layers.0.mlp.linear_fc1").fprop == "nvfp4"
+    module.config.overlap_moe_expert_parallel_comm = True
+    opens_fp8_alone = hasattr(model_chunk_schedule_plan, "get_fp8_context")
+    wanted = "bf16" if opens_fp8_alone else "nvfp4"
+    assert job_recipe(module, "decoder.layers.0.mlp.linear_fc1").fprop == wanted
