@@ -71,8 +71,7 @@ def attach(
     state, warning = _resumed_state(session.loaded_state, num_done, topology)
     if warning is not None and topology.rank == 0:
         logger.warning("snip: %s", warning)
-    has_one_length = not getattr(args, "variable_seq_lengths", False)
-    microbatch_tokens = int(args.micro_batch_size) * int(args.seq_length)
+    microbatch_tokens, encoder_tokens = microbatch_tokens_of(args)
     session.controller = SnipController(
         config,
         model,
@@ -81,7 +80,8 @@ def attach(
         writers=make_writers(config, args, topology, loggers),
         state=state,
         topology=topology,
-        microbatch_tokens=microbatch_tokens if has_one_length else None,
+        microbatch_tokens=microbatch_tokens,
+        encoder_tokens=encoder_tokens,
         calibration_cache=_directory(config, args) / "calibration.json",
         train_iters=getattr(args, "train_iters", None),
         num_done=num_done,
@@ -99,6 +99,20 @@ def attach(
             plan.label,
             shares_text(session.controller.format_shares),
         )
+
+
+def microbatch_tokens_of(args: Any) -> tuple[int | None, int | None]:
+    """Return the tokens of a microbatch that a language model and an encoder of it read.
+
+    Both are None if sequences vary in length.
+    """
+    if getattr(args, "variable_seq_lengths", False):
+        return None, None
+    length = int(args.seq_length)
+    # Set for a T5, and by pretrain_vlm.py: there `seq_length` is the number of image tokens.
+    decoder_length = int(getattr(args, "decoder_seq_length", None) or length)
+    samples = int(args.micro_batch_size)
+    return samples * decoder_length, samples * length
 
 
 def _resumed_state(

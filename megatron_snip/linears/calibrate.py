@@ -143,7 +143,7 @@ def timed_options(
 def _shapes(model: PlannedModel, options: Sequence[Option]) -> dict[str, TimedShape]:
     """All ranks: return the shapes to measure, by glob of linears' names."""
     config = model.config
-    tokens = model.runtime.microbatch_tokens
+    tokens = model.microbatch_tokens
     if tokens is None:
         raise UsageError("auto needs microbatches of one length; give a file", "calibration")
     tokens //= int(config.context_parallel_size)

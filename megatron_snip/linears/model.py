@@ -56,6 +56,7 @@ class PlannedModel:
         seed: int,
         backend: Backend = "auto",
         microbatch_tokens: int | None = None,
+        encoder_tokens: int | None = None,
     ) -> None:
         """All ranks: find the linears and agree on their global order.
 
@@ -64,7 +65,7 @@ class PlannedModel:
                 cannot run them.
         """
         self.chunks = list(model)
-        self.runtime = Runtime(topology, seed, microbatch_tokens)
+        self.runtime = Runtime(topology, seed, microbatch_tokens, encoder_tokens)
         self.changes: Counter[str] = Counter()
         self._options: Mapping[str, Option] = {}
         self.backend: Backend = "simulate"
@@ -86,6 +87,12 @@ class PlannedModel:
     def config(self) -> Any:
         """The model's TransformerConfig."""
         return get_model_config(self.chunks[0])
+
+    @property
+    def microbatch_tokens(self) -> int | None:
+        """Tokens of a microbatch, over all ranks; None if they vary, or differ between linears."""
+        tokens = {self.runtime.tokens_of(linear.name) for linear in self.all_linears}
+        return tokens.pop() if len(tokens) == 1 else None
 
     def install(self) -> None:
         """Override every linear; idempotent."""

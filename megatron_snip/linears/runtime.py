@@ -10,6 +10,7 @@ from megatron_snip.linears.quantized_linear import WeightCache
 from megatron_snip.quantizers.stochastic import StochasticStream, grad_output_stream
 from megatron_snip.statistics.observer import StepObserver
 from megatron_snip.topology import Placement, Topology
+from megatron_snip.types import split_linear_name
 
 
 @dataclass(eq=False)
@@ -20,7 +21,8 @@ class Runtime:
         topology: this rank's place.
         seed: the run's seed.
         microbatch_tokens: tokens of a microbatch, over all ranks that share it; None if the number
-            varies or is not known.
+            varies or is not known. See `tokens_of`.
+        encoder_tokens: those that an encoder reads, if they are others: of a T5.
         iteration: Megatron's iteration, 1-based.
         in_bf16: whether linears run as Megatron runs them, whatever their option.
         observer: watches every linear's forward and backward, or None.
@@ -30,12 +32,26 @@ class Runtime:
     topology: Topology
     seed: int
     microbatch_tokens: int | None = None
+    encoder_tokens: int | None = None
     iteration: int = 0
     in_bf16: bool = False
     observer: StepObserver | None = None
     delayed: DelayedScaling = field(default_factory=DelayedScaling)
     _weights: dict[str, WeightCache] | None = None
     _num_backwards: Counter[str] = field(default_factory=Counter)
+
+    def tokens_of(self, name: str) -> int | None:
+        """Return the tokens of a microbatch that enter a linear that is not an expert's.
+
+        Args:
+            name: name of the linear. Those of the encoder of a T5, and the decoder's linears that
+                multiply the encoder's output, have the encoder's tokens.
+        """
+        block, _, module = split_linear_name(name)
+        reads_encoder = block == "encoder" or module == "cross_attention.linear_kv"
+        if reads_encoder and self.encoder_tokens is not None:
+            return self.encoder_tokens
+        return self.microbatch_tokens
 
     @contextmanager
     def training_pass(self, iteration: int) -> Iterator[None]:

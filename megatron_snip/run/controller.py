@@ -92,6 +92,7 @@ class SnipController:
         topology: Topology | None = None,
         solver: SolverProcess | None = None,
         microbatch_tokens: int | None = None,
+        encoder_tokens: int | None = None,
         calibration_cache: Path | None = None,
         train_iters: int | None = None,
         num_done: int = 0,
@@ -108,6 +109,7 @@ class SnipController:
             topology: this rank's place in the parallel layout; by default Megatron's.
             solver: what solves on rank 0; by default a process of its own.
             microbatch_tokens: samples of a microbatch times their length; None if they vary.
+            encoder_tokens: those that an encoder reads, if they are others: of a T5.
             calibration_cache: a file of rank 0 that stores measured seconds for a resumed run.
             train_iters: the last iteration of the run; healing needs it.
             num_done: iterations that the weights were trained for; with a state, its iteration
@@ -125,7 +127,9 @@ class SnipController:
         # What the model is, what it can run, and under which settings.
         topology = current_topology() if topology is None else topology
         config = resolve_formats(config, model, topology.control)
-        self.model = PlannedModel(model, topology, seed, config.backend, microbatch_tokens)
+        self.model = PlannedModel(
+            model, topology, seed, config.backend, microbatch_tokens, encoder_tokens
+        )
         self._plans = RunPlans(config, self.model, train_iters, calibration_cache)
         self.config = self._plans.config
 

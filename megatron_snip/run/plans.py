@@ -292,7 +292,7 @@ class RunPlans:
         `--snip-cost time`, or if the tokens of a microbatch vary.
         """
         table = self.available.calibration
-        tokens = self._model.runtime.microbatch_tokens
+        tokens = self._model.microbatch_tokens
         if table is None or tokens is None:
             return None
         bf16 = dict.fromkeys(plan.linears, BF16)

@@ -199,7 +199,8 @@ class RecipeTELinear:
         if reason is not None:
             return reason
         is_expert = self.placements[0].expert is not None
-        return shape_refusal(self.module, is_expert, recipe, self._runtime.microbatch_tokens)
+        tokens = self._runtime.tokens_of(self.name)
+        return shape_refusal(self.module, is_expert, recipe, tokens)
 
     def install(self) -> None:
         """Set the module's recipe from now on; idempotent."""

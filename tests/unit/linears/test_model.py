@@ -121,7 +121,17 @@ def test_encoders_are_measured_and_run_their_plan(make_model: MakeModel, kind: s
         return (output[0] if kind == "bert" else output).float().square().sum()
 
     wanted = loss()
-    model = PlannedModel([built], Topology(), seed=0)
+    decoder_tokens = 32 if kind == "bert" else 16
+    model = PlannedModel([built], Topology(), 0, "auto", decoder_tokens, encoder_tokens=32)
+    read = {}
+    for linear in model.linears:
+        linear.module.register_forward_pre_hook(
+            lambda module, inputs, name=linear.name: read.update({name: inputs[0][..., 0].numel()})
+        )
+    loss()
+    assert read == {name: model.runtime.tokens_of(name) for name in read}
+    assert set(read.values()) == {decoder_tokens, 32}
+    assert model.microbatch_tokens == (32 if kind == "bert" else None)
     model.install()
     assert {info.name.split(".")[0] for info in model.all_linears} == set(blocks)
     assert len(model.all_linears) == (8 if kind == "bert" else 8 + 14)
