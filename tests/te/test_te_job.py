@@ -15,7 +15,7 @@ FP4 = {"fp4": "e2m1"}
 MXFP8 = {"fp8": "e4m3", "fp8_recipe": "mxfp8"}
 
 
-def build_hybrid(**changes: Any) -> torch.nn.Module:
+def build_hybrid(pattern: str = "*-*-", **changes: Any) -> torch.nn.Module:
     """Two attention layers and two MLPs in a stack of Mamba, MLP and attention layers."""
     values = {
         "bf16": True,
@@ -43,13 +43,13 @@ def build_hybrid(**changes: Any) -> torch.nn.Module:
         from megatron.core.models.hybrid.hybrid_model import HybridModel
 
         config = TransformerConfig(**values, **changes)
-        model = HybridModel(config, hybrid_stack_spec, hybrid_layer_pattern="*-*-", **shape)
+        model = HybridModel(config, hybrid_stack_spec, hybrid_layer_pattern=pattern, **shape)
     except ImportError:  # Megatron-Core 0.16
         from megatron.core.models.mamba import MambaModel
         from megatron.core.models.mamba.mamba_layer_specs import mamba_stack_spec
 
         config = TransformerConfig(**values, **changes, is_hybrid_model=True)
-        model = MambaModel(config, mamba_stack_spec, hybrid_override_pattern="*-*-", **shape)
+        model = MambaModel(config, mamba_stack_spec, hybrid_override_pattern=pattern, **shape)
     return model.to(torch.bfloat16)
 
 
@@ -63,6 +63,28 @@ def test_a_linear_runs_what_its_job_option_says(kind: str, precision: dict[str, 
     for linear in under.linears:
         recipe = linear.recipe
         assert set(linear.module.seen) == {(recipe, recipe, recipe)}, linear.name
+
+
+@pytest.mark.parametrize("precision", [FP4, MXFP8], ids=["nvfp4", "mxfp8"])
+def test_snip_changes_nothing_in_a_hybrid_stack_of_multi_token_prediction(
+    precision: dict[str, Any],
+) -> None:
+    """Megatron counts its layers among the first and last ones in FP4, and not in FP8."""
+    pytest.importorskip("megatron.core.models.hybrid.hybrid_model")
+    ends = {
+        "first_last_layers_bf16": True,
+        "num_layers_at_start_in_bf16": 1,
+        "num_layers_at_end_in_bf16": 1,
+    }
+
+    def ran(installs: bool) -> dict[str, set[Any]]:
+        model = build_hybrid("*-*-/*-", mtp_num_layers=1, **ends, **precision)
+        if installs:
+            PlannedModel([model], Topology(), seed=7).install()
+        losses(model)
+        return {name: set(m.seen) for name, m in model.named_modules() if hasattr(m, "seen")}
+
+    assert ran(installs=True) == ran(installs=False)
 
 
 def test_layers_whose_forward_and_backward_overlap_run_fp4_where_megatron_opens_it() -> None:

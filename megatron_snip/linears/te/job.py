@@ -58,25 +58,23 @@ def _default_recipe(config: Any, name: str) -> str:
     block, layer, _ = split_linear_name(name)
     if not run.kind or is_bf16_layer(config, block, layer):
         return "bf16"
-    if run.kind == "fp4" and not _opens_fp4(config, block, name):
+    if run.kind == "fp4" and not _opens_fp4(config, block):
         return "bf16"
     return recipe_of(run) or CUSTOM
 
 
-def _opens_fp4(config: Any, block: str, name: str) -> bool:
-    """Return whether Megatron runs a linear in `--fp4-format`.
+def _opens_fp4(config: Any, block: str) -> bool:
+    """Return whether Megatron runs a block's linears in `--fp4-format`.
 
     Every transformer block opens a context of FP8, but some open none of FP4: their layers run
     BF16. What a module of Megatron opens is seen in what it imports.
 
     Args:
-        config: the settings of the layer.
-        block: the layer's transformer block.
-        name: name of the linear.
+        config: the settings of the block's layers.
+        block: the block.
     """
     if block == "mtp":
-        # A layer of multi-token prediction opens none; a hybrid stack inside of one does.
-        return ".mtp_model_layer.layers." in name
+        return False
     if getattr(config, "is_hybrid_model", False):  # Megatron-Core 0.16 sets it
         from megatron.core.ssm import mamba_block
 
@@ -95,10 +93,14 @@ def is_bf16_layer(config: Any, block: str, layer: int) -> bool:
     Args:
         config: the settings of the layer: the encoder of a T5 has its own, with its own number of
             layers.
-        block: the layer's transformer block. Megatron never counts those of `mtp` as first or last.
+        block: the layer's transformer block.
         layer: its 0-based index over all stages.
     """
-    if not getattr(config, "first_last_layers_bf16", False) or block == "mtp":
+    if not getattr(config, "first_last_layers_bf16", False):
+        return False
+    # Megatron opens FP8 around all layers of multi-token prediction, also around a hybrid stack in
+    # one, whose layers are a block of their own (`mtp.layers.0.mtp_model_layer`).
+    if block == "mtp" or (block.startswith("mtp.") and RunPrecision.of(config).kind == "fp8"):
         return False
     first = int(config.num_layers_at_start_in_bf16)
     last = int(config.num_layers) - int(config.num_layers_at_end_in_bf16)
