@@ -52,15 +52,18 @@ def helper_setup(call: Call, session: Session) -> None:
     """Remember what captures the layers, and how it was made: each capture needs a new one."""
     call.run()
     helper = call.arguments["self"]
+    if _is_of_an_encoder(helper):
+        return
     session.graph_helpers[helper] = {k: v for k, v in call.arguments.items() if k != "self"}
 
 
 @patch(_GRAPHS, "TECudaGraphHelper.create_cudagraphs", optional=True)
 def layer_capture(call: Call, session: Session) -> Any:
     """Capture the layers, and note which linears were captured."""
-    if session.graphs is None:
+    helper = call.arguments["self"]
+    if session.graphs is None or _is_of_an_encoder(helper):
         return call.run()
-    return session.graphs.capture(call.arguments["self"], call.run)
+    return session.graphs.capture(helper, call.run)
 
 
 @patch(_GRAPHS, "TECudaGraphHelper.delete_cuda_graphs", optional=True)
@@ -69,6 +72,17 @@ def layer_deletion(call: Call, session: Session) -> Any:
     if session.graphs is not None:
         session.graphs.forget(call.arguments["self"])
     return call.run()
+
+
+def _is_of_an_encoder(helper: Any) -> bool:
+    """Return whether a helper captures layers of a vision encoder, which no plan changes.
+
+    Only the ranks that have the encoder make one, so nothing may be gathered over ranks then.
+    """
+    from megatron.core.transformer import cuda_graphs
+
+    encoder_helper = getattr(cuda_graphs, "VisionTECudaGraphHelper", None)
+    return encoder_helper is not None and isinstance(helper, encoder_helper)
 
 
 PATCHES = (full_iteration, helper_setup, layer_capture, layer_deletion)
@@ -108,19 +122,19 @@ class Graphs:
         """
         stage = "validation" if kwargs["forward_only"] else "training"
         if self.is_measuring:
-            if wrapper.cuda_graph[stage] is not None:
+            if wrapper.cuda_graph.get(stage) is not None:
                 self._gather_parameters_again()
             return wrapper.forward_backward_func(**kwargs)
         plan = (self.model.changes.total(), self.model.runtime.in_bf16)
-        if wrapper.cuda_graph[stage] is not None and self._captured_plan.get(stage) != plan:
+        if wrapper.cuda_graph.get(stage) is not None and self._captured_plan.get(stage) != plan:
             _reset(wrapper, stage)
             self._gather_parameters_again()
             self._log(f"the graph of the {stage} step is dropped: the plan has changed")
-        was_captured = wrapper.cuda_graph[stage] is not None
+        was_captured = wrapper.cuda_graph.get(stage) is not None
         begin = time.perf_counter()
         results = run()
         self.was_slow |= not was_captured
-        if wrapper.cuda_graph[stage] is not None and not was_captured:
+        if wrapper.cuda_graph.get(stage) is not None and not was_captured:
             self._captured_plan[stage] = plan
             seconds = time.perf_counter() - begin
             self._log(f"captured the {stage} step as a CUDA graph in {seconds:.3g} s")

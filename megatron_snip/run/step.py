@@ -181,7 +181,7 @@ def _gathers_from_gradient_buffers(chunk: torch.nn.Module) -> bool:
     # The hooks are removed while weights are already gathered, for example in a first iteration.
     # A graph of the complete iteration gathers without them.
     hooks: Any = getattr(chunk, "remove_forward_pre_hook_handles", {})
-    return bool(hooks) or FullCudaGraphWrapper.cuda_graph["training"] is not None
+    return bool(hooks) or FullCudaGraphWrapper.cuda_graph.get("training") is not None
 
 
 class StepLoss:

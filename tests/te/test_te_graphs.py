@@ -18,6 +18,7 @@ from megatron.core.num_microbatches_calculator import (
     unset_num_microbatches_calculator,
 )
 from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.transformer import cuda_graphs
 from megatron.core.transformer.cuda_graphs import TECudaGraphHelper
 from megatron.core.transformer.enums import CudaGraphScope
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -313,3 +314,23 @@ def test_the_job_s_end_deletes_the_last_capture(session: Session) -> None:
     job.helper.delete_cuda_graphs()
     assert not any(layer.cuda_graphs for layer in job.helper.flattened_callables)
     assert job.is_as_eager()
+
+
+def test_the_layers_of_a_vision_encoder_are_left_to_the_ranks_that_have_it(
+    session: Session, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only the first pipeline stage makes a helper of them: a collective would wait for others."""
+
+    class VisionHelper(TECudaGraphHelper):
+        """As Megatron-Core's `VisionTECudaGraphHelper`; here it captures the language model."""
+
+    monkeypatch.setattr(cuda_graphs, "VisionTECudaGraphHelper", VisionHelper, raising=False)
+    job = LayerJob("mxfp8")
+    session.graphs = graphs.Graphs(job.model)
+    monkeypatch.setattr(graphs, "gather_json", None)  # a call of it is an error
+    helper = VisionHelper(
+        model=[job.chunk], config=job.module.config, seq_length=SEQUENCE, micro_batch_size=BATCH
+    )
+    helper.create_cudagraphs()
+    assert all(layer.cuda_graphs for layer in helper.flattened_callables)
+    assert list(session.graph_helpers) == [job.helper]
