@@ -82,7 +82,7 @@ def attach(
         topology=topology,
         microbatch_tokens=microbatch_tokens,
         encoder_tokens=encoder_tokens,
-        calibration_cache=_directory(config, args) / "calibration.json",
+        calibration_cache=run_directory_of(config, args) / "calibration.json",
         train_iters=getattr(args, "train_iters", None),
         num_done=num_done,
     )
@@ -168,7 +168,7 @@ def make_writers(
     def open_files() -> None:
         megatron = {k: v for k, v in sorted(vars(args).items()) if type(v) in _YAML_TYPES}
         settings = {"snip": dump, "megatron": megatron}
-        path = _directory(config, args)
+        path = run_directory_of(config, args)
         resumes = bool(getattr(args, "iteration", 0))
         writers.append(open_run(path, settings, "continue" if resumes else "archive"))
         logger.info("snip: plans, problems and metrics go to %s", path)
@@ -189,5 +189,16 @@ def make_writers(
     return [*writers, *made_writers(makers)]
 
 
-def _directory(config: SnipConfig, args: argparse.Namespace) -> Path:
-    return config.output_dir or Path(getattr(args, "save", None) or "") / "snip"
+def run_directory_of(config: SnipConfig, args: argparse.Namespace) -> Path:
+    """Return the run directory: `snip` below Megatron's checkpoints, unless a flag names another.
+
+    Raises:
+        UsageError: if the checkpoints are in an object store, and no flag names a directory.
+    """
+    checkpoints = str(getattr(args, "save", None) or "")
+    if config.output_dir is None and "://" in checkpoints:
+        raise UsageError(
+            f"is needed: checkpoints go to the object store {checkpoints}, and SNIP writes files",
+            "output_dir",
+        )
+    return config.output_dir or Path(checkpoints) / "snip"

@@ -115,6 +115,14 @@ INCOMPATIBLE_FLAGS: tuple[FlagRow, ...] = (
         remedy="set it to false",
     ),
     FlagRow(
+        "--megatron-fsdp-version 2",
+        lambda args: getattr(args, "megatron_fsdp_version", 1) == 2,
+        plans="refuses",
+        collects="refuses",
+        text="a rank's part of the optimizer's state is not one range of rows, as SNIP reads it",
+        remedy="use version 1",
+    ),
+    FlagRow(
         "--exp-avg-dtype or --exp-avg-sq-dtype fp16 or fp8",
         _scaled_moments,
         plans="refuses",

@@ -1,11 +1,14 @@
 """What a controller is told of the training script's settings."""
 
-from types import SimpleNamespace
+from argparse import Namespace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from megatron_snip.patches.attach import microbatch_tokens_of
+from megatron_snip.config import SnipConfig
+from megatron_snip.errors import UsageError
+from megatron_snip.patches.attach import microbatch_tokens_of, run_directory_of
 
 
 @pytest.mark.parametrize(
@@ -18,4 +21,12 @@ from megatron_snip.patches.attach import microbatch_tokens_of
 )
 def test_tokens_of_a_microbatch(settings: dict[str, Any], tokens: tuple[Any, Any]) -> None:
     args = {"micro_batch_size": 2, "seq_length": 512, "decoder_seq_length": None, **settings}
-    assert microbatch_tokens_of(SimpleNamespace(**args)) == tokens
+    assert microbatch_tokens_of(Namespace(**args)) == tokens
+
+
+def test_checkpoints_in_an_object_store_need_a_run_directory_of_their_own() -> None:
+    store = Namespace(save="msc://s3/llama/ckpt")
+    with pytest.raises(UsageError, match="object store msc://s3/llama/ckpt"):
+        run_directory_of(SnipConfig(), store)
+    assert run_directory_of(SnipConfig(output_dir=Path("/runs/a")), store) == Path("/runs/a")
+    assert run_directory_of(SnipConfig(), Namespace(save="/ckpt")) == Path("/ckpt/snip")

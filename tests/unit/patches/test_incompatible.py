@@ -22,6 +22,7 @@ ACTIVE: dict[str, dict[str, Any]] = {
     "peft": {"peft": "lora"},
     "distillation": {"teacher": "provider"},
     "dist.use_decentralized_pg": {"use_decentralized_pg": True},
+    "--megatron-fsdp-version 2": {"megatron_fsdp_version": 2},
     "--exp-avg-dtype": {"exp_avg_dtype": torch.float16},
     "--fp8-param-gather with": {
         "fp8_param_gather": True,
