@@ -7,9 +7,15 @@
 # The Python that has megatron-snip installed.
 export SNIP_PYTHON="${SNIP_PYTHON:-python3}"
 
-# Ranks on a node: one per GPU. Without GPUs, the number of gloo ranks to start.
+# Ranks on a node: one per GPU that CUDA_VISIBLE_DEVICES names, or else that the node has. Without GPUs,
+# the number of gloo ranks to start.
 if [ -z "${SNIP_RANKS_PER_NODE:-}" ]; then
-  SNIP_RANKS_PER_NODE="${SLURM_GPUS_ON_NODE:-$(nvidia-smi --list-gpus 2>/dev/null | wc -l || true)}"
+  if [ -n "${CUDA_VISIBLE_DEVICES:-}" ]; then
+    SNIP_RANKS_PER_NODE=$(tr ',' '\n' <<<"$CUDA_VISIBLE_DEVICES" | grep -c .)
+  else
+    # Each GPU is a line that begins so; without a driver the lines are those of an error.
+    SNIP_RANKS_PER_NODE="${SLURM_GPUS_ON_NODE:-$(nvidia-smi --list-gpus 2>/dev/null | grep -c '^GPU ' || true)}"
+  fi
   if [ "$SNIP_RANKS_PER_NODE" -lt 1 ]; then SNIP_RANKS_PER_NODE=1; fi
 fi
 export SNIP_RANKS_PER_NODE
@@ -37,9 +43,13 @@ fi
 
 # ---- what torch and Megatron read ----------------------------------------------------------------
 
-# Tensor parallelism relies on communication kernels being launched before the GEMMs that they
-# overlap with; one hardware queue keeps that order, and Megatron insists on it.
-export CUDA_DEVICE_MAX_CONNECTIONS="${CUDA_DEVICE_MAX_CONNECTIONS:-1}"
+# Before Blackwell, tensor parallelism relies on communication kernels being launched before the GEMMs
+# that they overlap with; one hardware queue keeps that order, and Megatron insists on it. With FSDP it
+# insists on more than one. Megatron-Bridge's recipes for overlapped experts set 32.
+case " $* " in
+  *" --use-megatron-fsdp "* | *" --use-torch-fsdp2 "*) ;;
+  *) export CUDA_DEVICE_MAX_CONNECTIONS="${CUDA_DEVICE_MAX_CONNECTIONS:-1}" ;;
+esac
 
 # torch starts a thread a core in every rank otherwise, and ranks share the cores.
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
@@ -48,5 +58,5 @@ export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 export PYTHONUNBUFFERED="${PYTHONUNBUFFERED:-1}"
 
 # Seconds between torchrun's SIGTERM and SIGKILL to its ranks (30 by default): time to write a
-# checkpoint when a job is cancelled. Slurm's own KillWait may be shorter.
+# checkpoint when a job is cancelled. Slurm's own KillWait may be shorter; torch before 2.12 waits 30.
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT="${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-600}"

@@ -139,6 +139,14 @@ class SnipController:
         self._reporter = Reporter(writers, logs=topology.rank == 0)
         for text in self._plans.available.warnings:
             self._reporter.warn(text)
+        names = {linear.name for linear in self.model.all_linears}
+        if state is not None and state.plan.linears.keys() != names:
+            self._reporter.warn(
+                "the checkpoint's plan and statistics are of another model "
+                f"({len(names - state.plan.linears.keys())} new linears, "
+                f"{len(state.plan.linears.keys() - names)} gone): SNIP starts anew"
+            )
+            state = None
         if self.config != config:  # a default target that is out of reach was lowered
             settings = Settings(self.config.model_dump(mode="json"))
             self._reporter.write(Event(num_done, settings))

@@ -19,6 +19,7 @@ from megatron_snip.run.state import ControllerState
 from tests.distributed.launch import run_ranks
 from tests.distributed.layouts import TP2
 from tests.distributed.small_model import NARROW, SolverHere, layout
+from tests.unit.planning.build import plan_of
 
 MODEL = {**NARROW, **TP2}
 SNIP: dict[str, Any] = {"interval": 6, "start_step": 2, "lag": 2, "efficiency_target": 0.5}
@@ -258,6 +259,15 @@ def test_a_plan_file_that_contradicts_another_setting_is_refused(
 def test_a_plan_in_flight_is_never_due_later_than_the_lag_allows(due: int) -> None:
     run = on_ranks("resume", changes={}, stop=IN_FLIGHT, damage={"solve": {"apply_at": due}})
     assert run["plans"] == [[4, 2, False]]
+
+
+def test_a_checkpoint_of_another_model_gives_its_iteration_alone() -> None:
+    """A layer more or less: Megatron loads what fits, and SNIP starts anew."""
+    run = on_ranks("resume", changes={}, damage={"plan": plan_of(["fp4"] * 3).to_dict()})
+    wanted = "are of another model (6 new linears, 1 gone): SNIP starts anew"
+    assert [wanted in text for text in run["warnings"]].count(True) == 1, run["warnings"]
+    assert set(run["at start"]) == set(run["first iteration"]) == {"bf16"}
+    assert run["history"] == []
 
 
 def test_a_problem_of_another_model_leaves_the_plan() -> None:

@@ -196,6 +196,38 @@ def test_a_wish_to_stop_reaches_the_ranks_alone(tmp_path: Path, ask: str, checkp
     assert done.stdout == "rank: saved, its child is alive\ntorchrun: status 0\n"
 
 
+def test_a_wish_to_stop_holds_for_one_run(tmp_path: Path) -> None:
+    (tmp_path / "c").mkdir()
+    (tmp_path / "c" / ".stop").touch()
+    stand_in(tmp_path, "python3", "ls -A c")
+    assert run_script(tmp_path, "torchrun.sh", "train", SNIP_CHECKPOINTS="c").stdout == ""
+
+
+def test_there_is_a_rank_for_each_gpu_that_the_job_may_use(tmp_path: Path) -> None:
+    def num_ranks(**environment: str) -> str:
+        ((*command,),) = dry_run(tmp_path, "torchrun.sh", "train", **environment)
+        return command[command.index("--nproc-per-node") + 1]
+
+    stand_in(tmp_path, "nvidia-smi", "for i in 0 1 2 3; do echo GPU $i: NVIDIA; done")
+    assert num_ranks() == "4"
+    assert num_ranks(CUDA_VISIBLE_DEVICES="2,3") == "2"
+    assert num_ranks(CUDA_VISIBLE_DEVICES="2,3", SNIP_RANKS_PER_NODE="1") == "1"
+    stand_in(tmp_path, "nvidia-smi", "echo NVIDIA-SMI has failed; echo; exit 9")
+    assert num_ranks() == "1"
+
+
+@pytest.mark.parametrize(
+    ("flag", "connections"),
+    [("--bf16", "1"), ("--use-megatron-fsdp", "unset"), ("--use-torch-fsdp2", "unset")],
+)
+def test_fsdp_may_have_more_than_one_queue(tmp_path: Path, flag: str, connections: str) -> None:
+    """Megatron refuses FSDP with `CUDA_DEVICE_MAX_CONNECTIONS=1`."""
+    (tmp_path / "pretrain.py").touch()
+    stand_in(tmp_path, "python3", 'echo "${CUDA_DEVICE_MAX_CONNECTIONS:-unset}"')
+    done = run_script(tmp_path, "torchrun.sh", "pretrain.py", flag, "--snip")
+    assert done.stdout == f"{connections}\n", done.stderr
+
+
 def test_other_signals_end_torchrun(tmp_path: Path) -> None:
     stand_in(tmp_path, "python3", 'kill -TERM "$PPID"; while :; do sleep 0.05; done')
     done = run_script(tmp_path, "torchrun.sh", "train")
@@ -212,7 +244,8 @@ JOB = {
 
 def test_a_dry_run_shows_the_step_and_what_a_node_runs(tmp_path: Path) -> None:
     step, node = dry_run(tmp_path, "slurm.sbatch", "train", "--config", "a b.yaml", **JOB)
-    assert step[:2] == ["srun", "--kill-on-bad-exit=1"]
+    # Else `sbatch --export=NONE` holds for the step as well, and each node would train alone.
+    assert step[:3] == ["srun", "--export=ALL", "--kill-on-bad-exit=1"]
     assert "--ntasks-per-node=1" in step
     begin = step.index("bash")
     assert step[begin:] == ["bash", str(LAUNCH / "torchrun.sh"), "train", "--config", "a b.yaml"]
