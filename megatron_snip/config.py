@@ -129,8 +129,8 @@ class PlanFields(Section):
 
     cost: EfficiencyMeasure = "flops"
     """What the target counts: `flops`, or `time`: 0.75 then asks for 75 % of the seconds that
-    the fastest options would save against BF16. With `time` every linear may use BF16, and only
-    a pin gives one an option that is not faster. With --snip-collect-only, which makes no
+    the fastest options would save against BF16. With `time` every linear may use BF16, and gets
+    an option that is not faster only by a pin. With --snip-collect-only, which makes no
     plans, `time` only adds bf16 to the options in problems/ and divergences/."""
 
     calibration: Path = Path(AUTO)
@@ -141,10 +141,10 @@ class PlanFields(Section):
     target_schedule: tuple[str, ...] = ()
     """ITERATION:TARGET, comma separated: the efficiency target from each iteration on, such as
     0:0,200:0.75,9000:0.5. 9500:~0 lets it fall from the point before to 0 at 9500, in steps of at
-    most 0.05, each half a step early. A new target needs no new measurement."""
+    most 0.05, the last of them shortly before. A new target needs no new measurement."""
 
     heal_from: Annotated[float, Field(gt=0.0, le=2**53)] | None = None
-    """Iteration, or fraction of the run (up to 1), from which the target falls in steps; it
+    """Iteration, or fraction of the run (below 1), from which the target falls in steps; it
     reaches 0 shortly before the end."""
 
     heal_order: Literal["plan", "forward", "backward"] = "plan"
@@ -314,7 +314,7 @@ class SnipConfig(ScheduleFields, MeasureFields, PlanFields, GuardFields, ReportF
 
     @property
     def options(self) -> tuple[Option, ...]:
-        """What every linear may choose from, highest precision first."""
+        """What every linear may choose from, in the order of `enumerate_options`."""
         return enumerate_options(self.format_entries, self.granularity)
 
     @property
@@ -386,7 +386,7 @@ class SnipConfig(ScheduleFields, MeasureFields, PlanFields, GuardFields, ReportF
             train_iters: the last iteration of the run; None if it is not known.
 
         Raises:
-            UsageError: if healing begins after the last iteration or before a point of the
+            UsageError: if healing begins in the last iteration or later, or before a point of the
                 schedule, or if it has no `train_iters`.
         """
         points = self.points

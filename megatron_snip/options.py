@@ -115,7 +115,11 @@ def formats_in(entries: Iterable[str]) -> tuple[str, ...]:
 
 
 def enumerate_options(entries: tuple[str, ...], granularity: Granularity) -> tuple[Option, ...]:
-    """Return the options a linear can choose from, the highest precision first.
+    """Return the options a linear can choose from, each once.
+
+    The first has the most bits of all and the last the fewest. Options of whole linears are in the
+    order of falling bits; combinations of formats in that of fprop's bits, then dgrad's, then
+    wgrad's.
 
     Args:
         entries: The formats, or options of several formats, that a plan may use.

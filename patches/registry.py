@@ -110,8 +110,8 @@ class Session:
             outside of one.
         evaluates_test_set: whether an evaluation of the test set runs.
         graphs: CUDA graphs and the plans under which they were captured; None without a controller.
-        graph_helpers: {helper: arguments of its constructor}, of the objects with which Megatron
-            captures layers in CUDA graphs.
+        graph_helpers: Megatron's objects that capture layers in CUDA graphs, each with the
+            arguments of its constructor, from which it is made again.
         is_over: whether the patches were uninstalled.
     """
 

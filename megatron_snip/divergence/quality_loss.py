@@ -119,8 +119,8 @@ class DivergenceTable:
     def of_lowest(self) -> list[OptionDivergence]:
         """Return each linear's divergences in the uniform lowest precision, in model order.
 
-        Where that is not among the options of the run (fp8,fp8-fp4-fp4), the last option stands in:
-        options are in the order of falling precision.
+        Where that is not among the options of the run (fp8,fp8-fp4-fp4), the last option stands in,
+        which has the fewest bits (`enumerate_options`).
         """
         uniform = Option.uniform(self.lowest_format)
         return [row.get(uniform) or list(row.values())[-1] for row in self.linears.values()]
@@ -138,9 +138,9 @@ def divergence_table(
 
     Args:
         table: The statistics.
-        options: The options that a linear may choose, in the order of falling precision. A linear
-            that no backward reached may choose that of its pin only, or else the first one that it
-            can run.
+        options: The options that a linear may choose, in the order of `enumerate_options`. A linear
+            that no backward reached may choose that of its pin only, or else the one of the most
+            bits that it can run.
         lowest_format: The lowest precision among the formats.
         config: SNIP's settings, of which `loss_divergence`, `weight_lambda` and `pins` are used.
         refusals: The options that linears cannot run.
@@ -342,9 +342,9 @@ def _was_measured(linear: LinearStatistics) -> bool:
 
 
 def _highest(linear: str, options: Sequence[Option], refusals: Refusals) -> Option:
-    """Return the option of the highest precision that a linear can run; the first without any."""
+    """Return the option of the most bits that a linear can run; the first without any."""
     runnable = (option for option in options if linear not in refusals.get(option, {}))
-    return next(runnable, options[0])
+    return max(runnable, key=lambda option: option.bits, default=options[0])
 
 
 def _unmeasured_divergence(is_kept: bool) -> OptionDivergence:

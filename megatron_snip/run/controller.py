@@ -314,7 +314,7 @@ class SnipController:
         checkpoint of the iteration before it. A resumed run then repeats the iteration from there.
 
         Args:
-            iteration: the last iteration done, or the one before it.
+            iteration: the last iteration done; or the one before it, if Megatron gave that up.
             of_all_ranks: True: all ranks call it together and get the same. False: nothing is
                 exchanged; histories of delayed scaling are those of this rank's linears.
         """

@@ -52,8 +52,8 @@ class GuardState(Record):
     Attributes:
         loss: the losses and the watch.
         good: the plan to fall back to: the one before the last change. After a revert it equals the
-            current plan, so it does not serve as one. It need not have been judged to the end.
-            None: none is known.
+            current plan; then the fallback is what the job itself runs. It need not have been
+            judged to the end. None: none is known.
         refused: digests of plans that were reverted.
         num_reverted: plans reverted since one was last judged good.
         refresh_at: iteration from which a refresh is wanted because a plan was reverted, or None.

@@ -1,7 +1,7 @@
 """Replanner: gives the solver a problem when a new plan is needed.
 
 after a refresh                       the controller passes what was measured to `submit`
-before the target changes             `plan_for_new_target`, from the last measurement
+before the target changes             `plan_for_new_target`, from the measurements so far
 at a resume with other settings       `resume`, from the checkpoint's measurements
 at a resume while the solver worked   `resume`, the stopped run's problem again
 """
@@ -87,7 +87,7 @@ class Replanner:
         self.submit(num_done, problem, apply_at=num_done + 1)
 
     def plan_for_new_target(self, iteration: int) -> None:
-        """All ranks: if the target is about to change, plan anew from the last measurement."""
+        """All ranks: if the target is about to change, plan anew from the measurements so far."""
         target = self._plans.targets.at(iteration + self._config.lag)
         if self.target is None or self.target == target:
             return

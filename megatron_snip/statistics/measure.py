@@ -107,8 +107,8 @@ class _TokenPair(NamedTuple):
 
     Attributes:
         input: Q(X), [tokens, K].
-        grad_output: Q(G), [tokens, output features]. Of single tokens it has only the rows that
-            dgrad is measured on, and `input` has all.
+        grad_output: Q(G), [tokens, output features]. In the pair of single tokens it has only the
+            rows that dgrad is measured on, and `input` has all; of tiles both have the same rows.
         original_grad_output: G before it was quantized; for wgrad after the format's Hadamard
             transform, if it has one.
     """

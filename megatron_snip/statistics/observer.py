@@ -273,6 +273,7 @@ class StepObserver:
         rows_by_sender = self._rows_by_sender(placement, num_tokens)
         if rows_by_sender is None:
             own = self._topology.data_axis(placement)
+            # A copy: linears share the draw, and each stores its own X in it.
             return [replace(self._draw(num_tokens, forward * own.size + own.rank))]
         samples = []
         for sender, rows in rows_by_sender.items():

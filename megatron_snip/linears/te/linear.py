@@ -206,9 +206,9 @@ class RecipeTELinear:
         """Set the module's recipe from now on; idempotent."""
         if self._hooks:
             return
-        # First among the forward hooks, so that in the backward the tap runs last. It reads the
-        # weight, which under Megatron-FSDP is complete only after FSDP's own hook has gathered it
-        # in the backward.
+        # First among the forward hooks: so its tap is the innermost operation on the output, and
+        # the last of them to run in the backward. It reads the weight, which under Megatron-FSDP is
+        # complete only after FSDP's own hook has gathered it in the backward.
         tap = self.module.register_forward_hook(self._after_forward, with_kwargs=True, prepend=True)
         self._hooks = [
             self.module.register_forward_pre_hook(self._before_forward, with_kwargs=True),
