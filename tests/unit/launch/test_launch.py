@@ -327,3 +327,14 @@ def test_slurms_copy_of_the_script_finds_the_others(tmp_path: Path) -> None:
     done = run_job(tmp_path, 'echo "step: $*"', script=copy, SHOW=show)
     assert done.returncode == 0, done.stderr
     assert f"bash {LAUNCH}/torchrun.sh train" in done.stdout
+
+
+def test_a_copy_that_does_not_find_the_others_names_the_variable(tmp_path: Path) -> None:
+    copy = tmp_path / "slurm_script"
+    copy.write_text((LAUNCH / "slurm.sbatch").read_text())
+    show = '[ "$2" = hostnames ] || echo "   Command=/a b/launch/slurm.sbatch train";'
+    done = run_job(tmp_path, 'echo "step: $*"', script=copy, SHOW=show)
+    assert done.returncode == 2
+    assert "set SNIP_LAUNCH" in done.stderr
+    found = run_job(tmp_path, 'echo "step: $*"', script=copy, SHOW=show, SNIP_LAUNCH=str(LAUNCH))
+    assert f"bash {LAUNCH}/torchrun.sh train" in found.stdout
