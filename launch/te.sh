@@ -16,14 +16,20 @@ TE_VERSION=${TE_VERSION:-2.20.2}
 CUDA_MAJOR=${CUDA_MAJOR:-13}
 PYTHON=${PYTHON:-python3}
 
+download() { # DIR WORD...
+  folder=$1
+  shift
+  "$PYTHON" -m pip download --quiet --dest "$folder" "$@"
+}
+
 pieces() {
   mkdir -p "$1"
-  pip="$PYTHON -m pip download --quiet --dest $1"
-  wheels="$pip --only-binary :all:"
-  $wheels --no-deps "transformer_engine==$TE_VERSION" "transformer_engine_cu$CUDA_MAJOR==$TE_VERSION"
+  download "$1" --only-binary :all: --no-deps \
+    "transformer_engine==$TE_VERSION" "transformer_engine_cu$CUDA_MAJOR==$TE_VERSION"
   case $CUDA_MAJOR in 12) curand=nvidia-curand-cu12 ;; *) curand=nvidia-curand ;; esac
-  $wheels einops onnxscript pydantic "$curand" ninja wheel # it imports, it loads, builds it
-  NVTE_FRAMEWORK=pytorch $pip --no-deps --no-build-isolation \
+  # It imports the first three and loads the fourth; the last two build it.
+  download "$1" --only-binary :all: einops onnxscript pydantic "$curand" ninja wheel
+  NVTE_FRAMEWORK=pytorch download "$1" --no-deps --no-build-isolation \
     --no-binary transformer_engine_torch "transformer_engine_torch==$TE_VERSION"
   cd "$1"
   rm -f numpy-*.whl sympy-*.whl mpmath-*.whl # PyTorch's own stay
@@ -32,6 +38,10 @@ pieces() {
     split --bytes 50000000 --numeric-suffixes "$wheel" "$wheel.part" && rm "$wheel"
   done
   du -ch ./*
+}
+
+install() { # WHEEL...
+  "$PYTHON" -m pip install --quiet --no-deps --no-index --upgrade --target "$target" "$@"
 }
 
 build() {
@@ -44,18 +54,17 @@ build() {
     fi
   done
   sha256sum --check --quiet SHA256SUMS
-  install="$PYTHON -m pip install --quiet --no-deps --no-index --upgrade --target $target"
-  $install ./*.whl
+  install ./*.whl
   PYTHONPATH=$target:${PYTHONPATH:-} PATH=$target/bin:$PATH
   export PYTHONPATH PATH
   ls transformer_engine_torch-*.whl 2>/dev/null || compile
-  $install ./transformer_engine*.whl # at once: pip replaces the folder that they share
-  CURAND_HOME=$target/nvidia $PYTHON -c \
+  install ./transformer_engine*.whl # at once: pip replaces the folder that they share
+  CURAND_HOME=$target/nvidia "$PYTHON" -c \
     'import torch, transformer_engine.pytorch as te; print("built", te.__file__)'
 }
 
 compile() {
-  site=$($PYTHON -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])')
+  site=$("$PYTHON" -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])')
   CUDA_HOME=${CUDA_HOME:-/usr/local/cuda}
   [ -x "$CUDA_HOME/bin/nvcc" ] || { echo "te.sh: no $CUDA_HOME/bin/nvcc; set CUDA_HOME" && exit 1; }
   CPATH=$CUDA_HOME/include:$CUDA_HOME/include/cccl  # before PyTorch's, which lack a part
@@ -66,19 +75,20 @@ compile() {
   export CPATH LIBRARY_PATH CUDA_HOME
   export NVTE_FRAMEWORK=pytorch NVTE_PYTORCH_FORCE_BUILD=TRUE MAX_JOBS="${MAX_JOBS:-$(nproc)}"
   tar -xzf "transformer_engine_torch-$TE_VERSION.tar.gz"
-  $PYTHON -m pip wheel --no-deps --no-index --no-cache-dir --no-build-isolation \
+  "$PYTHON" -m pip wheel --no-deps --no-index --no-cache-dir --no-build-isolation \
     "./transformer_engine_torch-$TE_VERSION"
 }
 
 tests() {
   target=$(cd "$1" && pwd)
+  cd "$(dirname "$0")/.."
   CURAND_HOME=$target/nvidia PYTHONPATH="$target:${PYTHONPATH:-}" SNIP_TE_REAL=1 \
-    $PYTHON -m pytest -q -p no:cacheprovider -m real_te tests/te
+    "$PYTHON" -m pytest -q -p no:cacheprovider -m real_te tests/te
 }
 
 case "${1:-}" in
-  pieces) pieces "$2" ;;
-  build) build "$2" "$3" ;;
-  test) tests "$2" ;;
+  pieces) pieces "${2:?a folder DIR}" ;;
+  build) build "${2:?a folder DIR}" "${3:?a folder TARGET}" ;;
+  test) tests "${2:?a folder TARGET}" ;;
   *) sed -n '2,12p' "$0" && exit 2 ;;
 esac
