@@ -96,8 +96,8 @@ $(STAMP): $(RUN_STAMP)
 .PHONY: demo
 demo: export PYTHONDONTWRITEBYTECODE =
 demo: $(RUN_STAMP)  ## train a small Llama with SNIP on two ranks and show what it did
-	$(BIN)/megatron-snip train --config configs/demo.yaml --run-dir $(RUN_DIR) --overwrite $(DEMO_ARGS)
-	@echo "the report, for a browser: $$($(BIN)/megatron-snip report $(RUN_DIR))"
+	$(BIN)/megatron-snip train --config configs/demo.yaml --run-dir "$(RUN_DIR)" --overwrite $(DEMO_ARGS)
+	@echo "the report, for a browser: $$($(BIN)/megatron-snip report "$(RUN_DIR)")"
 
 .PHONY: test
 test: lint types docs unit distributed  ## lint, types, docs and the fast tests
@@ -116,7 +116,7 @@ lint: $(STAMP)  ## ruff, codespell, shellcheck
 .PHONY: types
 types: $(STAMP)  ## mypy --strict
 	rm -rf build/types && mkdir -p build/types/megatron_snip
-	ln -s $(CURDIR)/megatron_snip/* $(CURDIR)/kernels $(CURDIR)/patches build/types/megatron_snip/
+	ln -s "$(CURDIR)"/megatron_snip/* "$(CURDIR)/kernels" "$(CURDIR)/patches" build/types/megatron_snip/
 	$(BIN)/mypy
 
 # Material for MkDocs advertises a successor of MkDocs.
