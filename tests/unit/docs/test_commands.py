@@ -50,7 +50,7 @@ def check_words(shown: Shown) -> None:
         for extra in re.findall(r"\[([\w,]+)\]", " ".join(rest)):
             missing = set(extra.split(",")) - set(project["optional-dependencies"])
             _check(not missing, f"pyproject.toml has no extras {missing}")
-    elif program not in ("cd", "git", "export", "source"):
+    elif program not in ("cd", "export", "git", "rm", "source"):
         message = f"nothing checks '{program}'; mark what it needs with one of {MARKS}"
         _check(shown.mark is not None, message)
 
