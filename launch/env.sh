@@ -46,7 +46,11 @@ fi
 # Before Blackwell, tensor parallelism relies on communication kernels being launched before the GEMMs
 # that they overlap with; one hardware queue keeps that order, and Megatron insists on it. With FSDP it
 # insists on more than one. Megatron-Bridge's recipes for overlapped experts set 32.
-case " $* " in
+words="$*"
+for word in "$@"; do # a pipe can be read once, by a rank
+  if [[ $word == @* && -f ${word#@} ]]; then words+=" $(sed 's/#.*//' "${word#@}" | tr '[:space:]' ' ')"; fi
+done
+case " $words " in
   *" --use-megatron-fsdp "* | *" --use-torch-fsdp2 "*) ;;
   *) export CUDA_DEVICE_MAX_CONNECTIONS="${CUDA_DEVICE_MAX_CONNECTIONS:-1}" ;;
 esac

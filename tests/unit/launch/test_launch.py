@@ -218,11 +218,17 @@ def test_there_is_a_rank_for_each_gpu_that_the_job_may_use(tmp_path: Path) -> No
 
 @pytest.mark.parametrize(
     ("flag", "connections"),
-    [("--bf16", "1"), ("--use-megatron-fsdp", "unset"), ("--use-torch-fsdp2", "unset")],
+    [
+        ("--bf16", "1"),
+        ("--use-megatron-fsdp", "unset"),
+        ("--use-torch-fsdp2", "unset"),
+        ("@a", "unset"),
+    ],
 )
 def test_fsdp_may_have_more_than_one_queue(tmp_path: Path, flag: str, connections: str) -> None:
     """Megatron refuses FSDP with `CUDA_DEVICE_MAX_CONNECTIONS=1`."""
     (tmp_path / "pretrain.py").touch()
+    (tmp_path / "a").write_text("--bf16\n--use-megatron-fsdp # a comment\n")
     stand_in(tmp_path, "python3", 'echo "${CUDA_DEVICE_MAX_CONNECTIONS:-unset}"')
     done = run_script(tmp_path, "torchrun.sh", "pretrain.py", flag, "--snip")
     assert done.stdout == f"{connections}\n", done.stderr
