@@ -10,8 +10,10 @@ package declares it:
 
 import importlib
 import logging
+import sys
 from collections.abc import Iterable
 from importlib import metadata
+from pathlib import Path
 
 from megatron_snip.errors import UsageError, one_line
 from megatron_snip.log import log_failure
@@ -51,3 +53,16 @@ def load_plugins(modules: Iterable[str] = ()) -> None:
 def loaded_plugins() -> tuple[str, ...]:
     """Return the modules that were imported: another process of the run imports them as well."""
     return tuple(_loaded)
+
+
+def plugin_folders() -> tuple[str, ...]:
+    """Return the folders in which the top-level packages of imported plugins lie, each once."""
+    folders: dict[str, None] = {}
+    for name in _loaded:
+        package = sys.modules[name.partition(".")[0]]
+        if package.__spec__ is None:
+            continue
+        # A module lies in a folder; a package is one, or several.
+        places = package.__spec__.submodule_search_locations or [package.__spec__.origin or ""]
+        folders |= {str(Path(place).resolve().parent): None for place in places if place}
+    return tuple(folders)

@@ -46,7 +46,7 @@ from megatron_snip.planning.plan import PrecisionPlan
 from megatron_snip.planning.planner import make_plan
 from megatron_snip.planning.problem import PlanningProblem
 from megatron_snip.planning.settings import PlanSettings
-from megatron_snip.plugins import load_plugins, loaded_plugins
+from megatron_snip.plugins import load_plugins, loaded_plugins, plugin_folders
 
 logger = logging.getLogger(__name__)
 
@@ -200,10 +200,12 @@ def worker_command() -> list[str]:
     """Return the command that starts the child.
 
     -P removes the current directory from the child's import path: a user's `types.py` there must
-    not replace the standard library's.
+    not replace the standard library's. A plugin may lie there, or beside the script, so the child
+    looks there last.
     """
     module = "megatron_snip.planning.solver_process"
-    return [sys.executable, "-P", "-m", module, str(os.getpid()), *loaded_plugins()]
+    folders = os.pathsep.join(plugin_folders())
+    return [sys.executable, "-P", "-m", module, str(os.getpid()), folders, *loaded_plugins()]
 
 
 def worker_environment() -> dict[str, str]:
@@ -252,8 +254,16 @@ def _kill_in_creator(children: list[subprocess.Popen[str]], creator: int) -> Non
         _kill(*children)
 
 
-def serve(parent: int) -> None:
-    """In the child: answer requests until stdin ends."""
+def serve(parent: int, folders: Sequence[str], plugins: Sequence[str]) -> None:
+    """In the child: answer requests until stdin ends.
+
+    Args:
+        parent: process whose end ends the child.
+        folders: where else plugins are looked for.
+        plugins: modules to import.
+    """
+    replies = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)  # other output of this process, such as a plugin's, goes to stderr
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.nice(NICENESS)
     with contextlib.suppress(OSError):  # not Linux
@@ -261,10 +271,10 @@ def serve(parent: int) -> None:
     # The end of stdin is not seen during a solve, nor while another child of the parent holds a
     # copy of the pipe (data loader workers made by fork do).
     threading.Thread(target=_exit_with_parent, args=(parent,), daemon=True).start()
+    sys.path += folders
+    load_plugins(plugins)
     import ortools.sat.python.cp_model  # noqa: F401  # now, so that the first solve does not wait
 
-    replies = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)  # other output of this process goes to stderr
     for line in sys.stdin:
         replies.write(answer(line))
         replies.flush()
@@ -292,5 +302,4 @@ def _exit_with_parent(parent: int) -> None:
 
 
 if __name__ == "__main__":
-    load_plugins(sys.argv[2:])
-    serve(int(sys.argv[1]))
+    serve(int(sys.argv[1]), sys.argv[2].split(os.pathsep), sys.argv[3:])

@@ -13,8 +13,9 @@ from pathlib import Path
 import psutil
 import pytest
 
+from megatron_snip import plugins
 from megatron_snip.errors import InfeasiblePlanError, PlanningError, SnipError, UsageError
-from megatron_snip.planning import solver_process
+from megatron_snip.planning import policies, solver_process
 from megatron_snip.planning.planner import make_plan
 from megatron_snip.planning.settings import PlanSettings
 from megatron_snip.planning.solver_process import (
@@ -141,6 +142,27 @@ def test_a_solver_without_memory_is_one_line(
     assert "Traceback" not in capfd.readouterr().err
 
 
+def test_a_plugin_beside_the_script_is_in_the_child_and_may_print(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "beside_script.py").write_text(
+        "from dataclasses import replace\n"
+        "from megatron_snip.planning.policies import POLICIES\n"
+        "print('our plugin is loaded')\n"
+        "POLICIES['beside'] = replace(POLICIES['snip'], name='beside')\n"
+    )
+    (tmp_path / "types.py").write_text("raise ImportError('the wrong module')\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(plugins, "_loaded", {})
+    try:
+        load_plugins(["beside_script"])
+        with closing(SolverProcess()) as solver:
+            solver.submit(PROBLEM, PlanSettings(policy="beside"))
+            assert solver.result(LONG_S).policy == "beside"
+    finally:
+        policies.POLICIES.pop("beside", None)
+
+
 def test_a_child_that_hangs_is_ended_and_replaced(tmp_path: Path) -> None:
     works = tmp_path / "works"
     program = f"import os, time\nif not os.path.exists({str(works)!r}): time.sleep(600)\n"
@@ -185,7 +207,7 @@ def test_output_of_the_solver_is_no_answer() -> None:
         "    print('solver chatter')\n"
         "    return make_plan(*arguments)\n"
         "worker.make_plan = chatty\n"
-        "worker.serve(os.getppid())\n"
+        "worker.serve(os.getppid(), [], [])\n"
     )
     with closing(SolverProcess([sys.executable, "-c", program])) as solver:
         solver.submit(PROBLEM, PlanSettings())
