@@ -65,9 +65,9 @@ def make_plan(
     for row, column in enumerate(columns.tolist()):
         linears[table.names[row]] = parse_option(table.options(row)[column])
     quality_loss = table.quality_loss(columns)
-    # The solver minimizes the quality loss plus the price of changes, and `found.bound` is a bound
-    # of that. Less the price of this plan's changes, it bounds the quality loss of every plan that
-    # changes no more linears.
+    # `found.bound` bounds the quality loss plus the price of changes, which the solver minimizes.
+    # Minus the price of this plan's n changes, it bounds the quality loss of every plan with n
+    # changes or fewer.
     num_changes = float(changes(table, hint)[table.rows, columns].sum())
     bound = found.bound - merged_settings.change_penalty * num_changes
     plan = PrecisionPlan(

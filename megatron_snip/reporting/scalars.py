@@ -15,7 +15,7 @@ the lowest precision and at what cost, which linears suffer:
     snip/share/<format>              share of the linears' FLOPs in each format, at every plan
     snip/eval/loss_increase          loss under the plan minus that in BF16, on the same samples
     snip/eval/loss_increase_error    its standard error over microbatches
-    snip/eval/loss_divergence        the plan's loss divergence by the last measurement; a score
+    snip/eval/loss_divergence        the plan's loss divergence by the measurements so far; a score
     snip/eval/<name>_loss_...        the same of final_validation and test, after training
     snip/health/<measure>/<operand>/<worst or median>    over linears, in the lowest precision
     snip/divergence/..., snip/refresh/..., snip/training/...   details
