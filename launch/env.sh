@@ -10,13 +10,20 @@ export SNIP_PYTHON="${SNIP_PYTHON:-python3}"
 # Ranks on a node: one per GPU that CUDA_VISIBLE_DEVICES names, or else that the node has. Without GPUs,
 # the number of gloo ranks to start.
 if [ -z "${SNIP_RANKS_PER_NODE:-}" ]; then
+  SNIP_RANKS_PER_NODE=1
   if [ -n "${CUDA_VISIBLE_DEVICES:-}" ]; then
-    SNIP_RANKS_PER_NODE=$(tr ',' '\n' <<<"$CUDA_VISIBLE_DEVICES" | grep -c .)
-  else
-    # Each GPU is a line that begins so; without a driver the lines are those of an error.
-    SNIP_RANKS_PER_NODE="${SLURM_GPUS_ON_NODE:-$(nvidia-smi --list-gpus 2>/dev/null | grep -c '^GPU ' || true)}"
+    IFS=, read -ra visible <<<"$CUDA_VISIBLE_DEVICES"
+    SNIP_RANKS_PER_NODE=${#visible[@]}
+  elif [ "${SLURM_GPUS_ON_NODE:-0}" -gt 0 ]; then
+    SNIP_RANKS_PER_NODE=$SLURM_GPUS_ON_NODE
+  elif command -v nvidia-smi >/dev/null; then
+    # A node whose driver is down must not start a rank without a GPU: its peers would wait for the others.
+    if ! gpus=$(nvidia-smi --list-gpus); then
+      echo "env.sh: nvidia-smi finds no GPU: ${gpus%%$'\n'*}; to start ranks without one set SNIP_RANKS_PER_NODE" >&2
+      exit 2
+    fi
+    SNIP_RANKS_PER_NODE=$(awk '/^GPU / { count++ } END { print count + 0 }' <<<"$gpus") # MIG has lines of its own
   fi
-  if [ "$SNIP_RANKS_PER_NODE" -lt 1 ]; then SNIP_RANKS_PER_NODE=1; fi
 fi
 export SNIP_RANKS_PER_NODE
 

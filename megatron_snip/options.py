@@ -117,9 +117,9 @@ def formats_in(entries: Iterable[str]) -> tuple[str, ...]:
 def enumerate_options(entries: tuple[str, ...], granularity: Granularity) -> tuple[Option, ...]:
     """Return the options a linear can choose from, each once.
 
-    The first has the most bits of all and the last the fewest. Options of whole linears are in the
-    order of falling bits; combinations of formats in that of fprop's bits, then dgrad's, then
-    wgrad's.
+    The first option has the most bits, and the last one has the fewest. With `linear` the bits
+    fall from option to option. With `gemm` the options are sorted by the bits of fprop, then of
+    dgrad, then of wgrad.
 
     Args:
         entries: The formats, or options of several formats, that a plan may use.

@@ -302,4 +302,6 @@ def _exit_with_parent(parent: int) -> None:
 
 
 if __name__ == "__main__":
-    serve(int(sys.argv[1]), sys.argv[2].split(os.pathsep), sys.argv[3:])
+    # An empty folder would be the current directory.
+    plugin_places = [folder for folder in sys.argv[2].split(os.pathsep) if folder]
+    serve(int(sys.argv[1]), plugin_places, sys.argv[3:])

@@ -53,7 +53,7 @@ from megatron_snip.run.plans import FirstPlan, RunPlans
 from megatron_snip.run.replanner import Replanner
 from megatron_snip.run.schedule import RefreshSchedule
 from megatron_snip.run.solve import Solve
-from megatron_snip.run.state import ControllerState
+from megatron_snip.run.state import ControllerState, state_of_model
 from megatron_snip.run.step import ForwardBackward, Results, Runner, TrainingStep
 from megatron_snip.topology import Topology
 
@@ -139,14 +139,10 @@ class SnipController:
         self._reporter = Reporter(writers, logs=topology.rank == 0)
         for text in self._plans.available.warnings:
             self._reporter.warn(text)
-        names = {linear.name for linear in self.model.all_linears}
-        if state is not None and state.plan.linears.keys() != names:
-            self._reporter.warn(
-                "the checkpoint's plan and statistics are of another model "
-                f"({len(names - state.plan.linears.keys())} new linears, "
-                f"{len(state.plan.linears.keys() - names)} gone): SNIP starts anew"
-            )
-            state = None
+        if state is not None:
+            state, warning = state_of_model(state, (each.name for each in self.model.all_linears))
+            if warning is not None:
+                self._reporter.warn(warning)
         if self.config != config:  # a default target that is out of reach was lowered
             settings = Settings(self.config.model_dump(mode="json"))
             self._reporter.write(Event(num_done, settings))

@@ -25,7 +25,7 @@ is stored at which it began: it begins again.
 """
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, Self
@@ -299,3 +299,22 @@ def _guard(value: Any, source: str) -> GuardState | None:
     except UsageError as error:
         warn_once_per_job(logger, f"snip: {source}: {shown(error)}")
         return None
+
+
+def state_of_model(
+    state: ControllerState, names: Iterable[str]
+) -> tuple[ControllerState | None, str | None]:
+    """Return the state if it is of a model, or else None to start anew and a warning.
+
+    Args:
+        state: the state of a stopped run.
+        names: the model's linears.
+    """
+    planned = state.plan.linears.keys()
+    linears = set(names)
+    if planned == linears:
+        return state, None
+    return None, (
+        f"the checkpoint's plan and statistics are of another model ({len(linears - planned)} new "
+        f"linears, {len(planned - linears)} gone): SNIP starts anew"
+    )

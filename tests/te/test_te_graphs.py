@@ -316,6 +316,18 @@ def test_the_job_s_end_deletes_the_last_capture(session: Session) -> None:
     assert job.is_as_eager()
 
 
+def test_a_run_begins_without_the_entries_that_bridge_deletes_at_the_end_of_one(
+    session: Session,
+) -> None:
+    del FullCudaGraphWrapper.cuda_graph["training"]
+    job = Job("mxfp8")
+    session.graphs = graphs.Graphs(job.model)
+    with job.model.runtime.observed_by(job.observer()):
+        measured = job.step(job.graphed)
+    wanted = job.step(job.schedule)
+    assert measured[0] == wanted[0]
+
+
 def test_the_layers_of_a_vision_encoder_are_left_to_the_ranks_that_have_it(
     session: Session, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -214,6 +214,20 @@ def test_it_keeps_the_option_of_its_pin_or_the_highest_that_it_can_run(
     assert losses == dict.fromkeys(losses) | {kept: 0.0}
 
 
+def test_of_options_per_gemm_it_keeps_the_one_with_the_most_bits() -> None:
+    """They are sorted by fprop's bits first: fp8-fp4-fp4 stands before fp4-fp8-fp8."""
+    name = "decoder.layers.8.mlp.linear_fc1"
+    allowed = ("fp8-fp4-fp4", "fp4-fp8-fp8")
+    every = enumerate_options(("fp8", "fp4"), "gemm")
+    refusals = {option: {name: "refused"} for option in every if str(option) not in allowed}
+    frozen = LinearStatistics(name, 0, 128, 128, 1.0)
+    found = divergences(
+        *two(), frozen, formats=("fp8", "fp4"), granularity="gemm", refusals=refusals
+    )
+    kept = [str(o) for o, each in found.linears[name].items() if each.quality_loss is not None]
+    assert kept == ["fp4-fp8-fp8"]
+
+
 def test_where_nothing_is_hurt_or_measured_everything_is_free() -> None:
     rows = [linear(i, fp8=errors(0.0), fp4=errors(0.0)) for i in range(2)]
     found = divergences(*rows, formats=("bf16", "fp8", "fp4"))

@@ -212,8 +212,16 @@ def test_there_is_a_rank_for_each_gpu_that_the_job_may_use(tmp_path: Path) -> No
     assert num_ranks() == "4"
     assert num_ranks(CUDA_VISIBLE_DEVICES="2,3") == "2"
     assert num_ranks(CUDA_VISIBLE_DEVICES="2,3", SNIP_RANKS_PER_NODE="1") == "1"
+    assert num_ranks(SLURM_GPUS_ON_NODE="3") == "3"
+
+
+def test_a_node_without_a_driver_starts_no_rank(tmp_path: Path) -> None:
+    """One rank would be too few for its peers on other nodes."""
     stand_in(tmp_path, "nvidia-smi", "echo NVIDIA-SMI has failed; echo; exit 9")
-    assert num_ranks() == "1"
+    done = run_script(tmp_path, "torchrun.sh", "--dry-run", "train")
+    assert done.returncode == 2
+    assert "finds no GPU: NVIDIA-SMI has failed; to start ranks without one" in done.stderr
+    assert run_script(tmp_path, "torchrun.sh", "--dry-run", "train", SNIP_RANKS_PER_NODE="2").stdout
 
 
 @pytest.mark.parametrize(

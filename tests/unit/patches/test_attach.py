@@ -1,4 +1,4 @@
-"""What a controller is told of the training script's settings."""
+"""How settings of a training script reach the controller."""
 
 from argparse import Namespace
 from pathlib import Path
