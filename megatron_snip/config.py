@@ -149,7 +149,7 @@ class PlanFields(Section):
 
     heal_order: Literal["plan", "forward", "backward"] = "plan"
     """What healing raises first: `plan` (what the quality losses say), `forward` (fprop) or
-    `backward` (dgrad and wgrad); the last two need granularity gemm."""
+    `backward` (dgrad and wgrad); the last two need granularity gemm and cost flops."""
 
     formats: tuple[str, ...] = (AUTO,)
     """Formats that a plan may use, comma separated. The one with the fewest bits is the lowest
@@ -167,7 +167,8 @@ class PlanFields(Section):
 
     pipeline_balance: PipelineBalance = "none"
     """`stage`: every pipeline stage reaches the target. `bottleneck`: first make the slowest
-    stage as fast as possible. `none`: only the model as a total reaches the target."""
+    stage as fast as possible; the target cannot change. `none`: only the model as a total
+    reaches the target."""
 
     pins: tuple[str, ...] = ()
     """GLOB=OPTION, comma separated: linears with a fixed option, for example
@@ -259,6 +260,21 @@ class SnipConfig(ScheduleFields, MeasureFields, PlanFields, GuardFields, ReportF
             needed = "granularity gemm and a pipeline_balance other than stage"
             text = f"'{self.heal_order}' raises single GEMMs; it needs {needed}"
             raise UsageError(text, field="heal_order")
+        # The order is kept by leaving options out, and with `time` a linear's options decide what
+        # a target of 0.5 is half of.
+        if self.heal_order != "plan" and self.cost == "time":
+            raise UsageError(
+                f"'{self.heal_order}' counts FLOPs, and --snip-cost is time; use heal_order plan, "
+                "or cost flops",
+                field="heal_order",
+            )
+        # It lowers the slowest stage at every target, also at the 0 that healing ends with.
+        if self.pipeline_balance == "bottleneck" and self.has_schedule:
+            raise UsageError(
+                "'bottleneck' keeps the slowest stage in the lowest precision at every target; "
+                "drop it, or the schedule of targets and healing",
+                field="pipeline_balance",
+            )
         if self.iterations_per_refresh > self.interval:
             raise UsageError(
                 f"{self.measure_fraction} takes {self.iterations_per_refresh} iterations to "

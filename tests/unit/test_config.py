@@ -23,7 +23,7 @@ OTHER: dict[str, Any] = {
     "stat_decay": 0.75,
     "efficiency_target": 0.25,
     "formats": ["bf16", "fp8", "fp4"],
-    "pipeline_balance": "bottleneck",
+    "pipeline_balance": "stage",
     "target_schedule": ["0:0", "200:0.75", "9500:~0.5"],
     "heal_from": 0.96,
     "pins": ["decoder.layers.0.*=fp8", "*.linear_fc2=fp8-fp4-fp4"],
@@ -64,9 +64,11 @@ def as_words(values: dict[str, Any]) -> list[str]:
     return words
 
 
-def other_values() -> dict[str, Any]:
-    """A value for every field that is not its default."""
-    return {n: OTHER.get(n, another(field)) for n, field in SnipConfig.model_fields.items()}
+def other_values() -> list[dict[str, Any]]:
+    """Settings that together have a value for every field that is not its default."""
+    values = {n: OTHER.get(n, another(field)) for n, field in SnipConfig.model_fields.items()}
+    heal_order = values.pop("heal_order")  # it contradicts cost and pipeline_balance
+    return [values, {"granularity": "gemm", "heal_order": heal_order}]
 
 
 def another(field: FieldInfo) -> Any:
@@ -82,19 +84,22 @@ def another(field: FieldInfo) -> Any:
 
 def test_every_field_is_tried_and_has_help() -> None:
     defaults = SnipConfig()
-    config = SnipConfig(**other_values())
-    assert [name for name, value in config if value == getattr(defaults, name)] == []
+    tried: set[str] = set()
+    for values in other_values():
+        config = SnipConfig(**values)
+        tried |= {name for name, value in config if value != getattr(defaults, name)}
+    assert tried == SnipConfig.model_fields.keys()
     assert [name for name, field in SnipConfig.model_fields.items() if not field.description] == []
 
 
-def test_yaml_flags_and_python_make_equal_objects(tmp_path: Path) -> None:
+@pytest.mark.parametrize("values", other_values())
+def test_yaml_flags_and_python_make_equal_objects(values: dict[str, Any], tmp_path: Path) -> None:
     file = tmp_path / "snip.yaml"
-    values = other_values()
     file.write_text(yaml.safe_dump(values))
     from_yaml = make_config(read_yaml(file))
     assert from_yaml == SnipConfig(**values) == from_flags(*as_words(values))
     assert make_config(from_yaml.model_dump(mode="json")) == from_yaml
-    assert hash(from_yaml.formats) == hash(("bf16", "fp8", "fp4"))  # frozen all the way
+    assert isinstance(hash(from_yaml.formats), int)  # frozen all the way
 
 
 @pytest.mark.parametrize(
@@ -125,6 +130,18 @@ def test_yaml_flags_and_python_make_equal_objects(tmp_path: Path) -> None:
         ({"heal_from": 10_000}, "heal_from: got iteration 10000, must be between"),
         ({"heal_from": 0.5, "target_schedule": "7000:0"}, "heal_from: got iteration 5000, must"),
         ({"heal_order": "forward"}, "heal_order: 'forward' raises single GEMMs"),
+        (
+            {"heal_order": "backward", "granularity": "gemm", "cost": "time"},
+            "heal_order: 'backward' counts FLOPs, and --snip-cost is time",
+        ),
+        (
+            {"pipeline_balance": "bottleneck", "heal_from": 0.9},
+            "pipeline_balance: 'bottleneck' keeps the slowest stage in the lowest precision",
+        ),
+        (
+            {"pipeline_balance": "bottleneck", "target_schedule": "0:0,200:0.75"},
+            "pipeline_balance: 'bottleneck' keeps the slowest stage in the lowest precision",
+        ),
     ],
 )
 def test_bad_values_end_in_one_line_that_names_them(values: dict[str, Any], said: str) -> None:
