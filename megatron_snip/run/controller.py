@@ -154,7 +154,7 @@ class SnipController:
         self._has_trained = False
 
         # The plan that the run starts with, and the rest of a stopped run's state.
-        first = self._plans.first_plan(state, seed)
+        first = self._plans.first_plan(state, seed, num_done)
         self._current = CurrentPlan(first.plan, self.model, self._plans, self._reporter)
         if state is not None:
             self._load(state)
@@ -165,7 +165,6 @@ class SnipController:
             self._solve,
             self._current,
             topology,
-            former_target=None if state is None else state.target,
         )
         # The state before the iteration that began last; None before the first one.
         self._before: ControllerState | None = None
@@ -429,7 +428,7 @@ class SnipController:
         if not self._solve.is_due(iteration):
             return
         with self._current.kept_on_error(iteration):
-            plan, waited_s = self._solve.take_plan()
+            plan, waited_s = self._replanner.take_plan(iteration)
             if self._schedule.plans_without_statistics:
                 plan = without_objective(plan)  # all quality losses of its problem were 0
             self._check(plan)

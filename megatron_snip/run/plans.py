@@ -138,12 +138,14 @@ class RunPlans:
 
     # ---- the first plan -------------------------------------------------------------------------
 
-    def first_plan(self, state: ControllerState | None, seed: int) -> FirstPlan:
+    def first_plan(self, state: ControllerState | None, seed: int, num_done: int = 0) -> FirstPlan:
         """All ranks: return the plan that the run starts with, or resumes with.
 
         Args:
             state: the state of the stopped run; None for a new run.
             seed: seed of the policy `random`.
+            num_done: iterations that the weights were trained for; with a state, its iteration
+                counts instead.
 
         Raises:
             UsageError: on every rank, if the policy is unknown, a plan or pin does not fit the
@@ -151,9 +153,9 @@ class RunPlans:
         """
         changed = frozenset[str]()
         if state is not None:
+            num_done = state.iteration
             changed = changed_plan_settings(state, self.config, self.file_digest)
         source = self._source(state, changed)
-        num_done = 0 if state is None else state.iteration
 
         def make() -> PrecisionPlan:
             # `check_settings` raises if no plan reaches the highest target of the run.

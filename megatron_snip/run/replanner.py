@@ -1,7 +1,8 @@
 """Replanner: gives the solver a problem when a new plan is needed.
 
 after a refresh                       the controller passes what was measured to `submit`
-before the target changes             `plan_for_new_target`, from the measurements so far
+before the target changes             `plan_for_new_target`, from the measurements so far; again
+                                      `--snip-interval` iterations after the solver failed
 at a resume with other settings       `resume`, from the checkpoint's measurements
 at a resume while the solver worked   `resume`, the stopped run's problem again
 """
@@ -9,6 +10,8 @@ at a resume while the solver worked   `resume`, the stopped run's problem again
 from functools import partial
 
 from megatron_snip.collectives import attempt
+from megatron_snip.errors import PlanningError
+from megatron_snip.planning.plan import PrecisionPlan
 from megatron_snip.planning.problem import PlanningProblem
 from megatron_snip.run.current_plan import CurrentPlan
 from megatron_snip.run.healing import healing_problem, heals_in_order
@@ -37,7 +40,6 @@ class Replanner:
         solve: Solve,
         current: CurrentPlan,
         topology: Topology,
-        former_target: float | None,
     ) -> None:
         """Start before the first iteration, with nothing to solve.
 
@@ -48,7 +50,6 @@ class Replanner:
             solve: what gets the problems.
             current: the current plan.
             topology: this rank's place.
-            former_target: `target` of the stopped run; None in a new run.
         """
         self._config = plans.config
         self._plans = plans
@@ -59,7 +60,9 @@ class Replanner:
         self._control = topology.control
         self.target: float | None = None
         if schedule.plans_without_statistics or observations.mean is not None:
-            self.target = current.plan.target if former_target is None else former_target
+            self.target = current.plan.target
+        # The target for which the solver failed last, and when it is planned for again.
+        self._failed: tuple[float | None, int] = (None, 0)
 
     def resume(self, state: ControllerState, first: FirstPlan) -> None:
         """All ranks: plan for new settings, or solve the stopped run's problem again.
@@ -71,6 +74,9 @@ class Replanner:
         Raises:
             SnipError: on every rank, if there is no problem to solve.
         """
+        # A plan that the policy made at this start has a target of its own.
+        if first.source is not PlanSource.POLICY and None not in (self.target, state.target):
+            self.target = state.target
         if first.is_outdated:
             if self._observations.suffice():
                 self._plan_before_first_iteration(state.iteration)
@@ -91,6 +97,9 @@ class Replanner:
         target = self._plans.targets.at(iteration + self._config.lag)
         if self.target is None or self.target == target:
             return
+        failed, again_at = self._failed
+        if target == failed and iteration < again_at:
+            return
         if self._solve.is_under_way or not self._schedule.may_plan_for_new_target(iteration):
             return
         # After a resume with other formats the measurements may lack them: the next refresh plans.
@@ -106,6 +115,23 @@ class Replanner:
         with self._current.kept_on_error(iteration):
             problem = attempt("planning anew", make, self._control)
             self.submit(iteration, self._plans.fitting.problem(problem))
+
+    def take_plan(self, iteration: int) -> tuple[PrecisionPlan, float]:
+        """All ranks: return the solver's plan, and the seconds that training waited for it.
+
+        Args:
+            iteration: the iteration before which the plan is due.
+
+        Raises:
+            PlanningError: the same on every rank, if there is no plan. If no refresh comes before,
+                the target is planned for again `interval` iterations later.
+        """
+        try:
+            return self._solve.take_plan()
+        except PlanningError:
+            self._failed = (self.target, iteration + self._config.interval)
+            self.target = self._current.plan.target
+            raise
 
     def drop(self) -> None:
         """All ranks: forget what is being solved; call it before a revert replaces the plan.

@@ -61,6 +61,12 @@ def test_where_the_first_plan_comes_from(
     assert (found.source, options_of(found.plan)) == (source, options.split())
 
 
+def test_weights_of_a_run_without_snip_get_the_plan_of_their_iteration() -> None:
+    for num_done, target in ((0, 0.75), (3, 0.75), (4, 0.5)):  # of iterations 1, 4 and 5
+        plan = run_plans(**RANDOM).first_plan(None, 0, num_done).plan
+        assert (plan.target, plan.iteration) == (target, num_done)
+
+
 @pytest.mark.parametrize(
     ("stopped", "collect_only", "iteration"),
     [(None, False, 0), (["fp8", "fp4", "fp4"], True, 6), (["fp4", "fp8", "fp8"], True, 3)],

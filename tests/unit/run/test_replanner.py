@@ -41,6 +41,9 @@ class Solver:
     ) -> None:
         self.given.append((problem, plan, iteration))
 
+    def result(self, timeout_s: float) -> PrecisionPlan:
+        raise PlanningError("the solver was killed")
+
 
 class Run:
     """A replanner of one rank, its solver, and the notices of the run.
@@ -49,7 +52,7 @@ class Run:
         measured: whether something was measured.
         suffices: whether the measurements suffice for a plan.
         fails: whether measurements make no problem.
-        former_target: as in `Replanner`.
+        former_target: `target` of a stopped run that is resumed; None in a new run.
         config: settings.
     """
 
@@ -79,9 +82,10 @@ class Run:
         schedule.begin(plans.config.start_step)  # the first refresh has ended
         schedule.take_part(plans.config.start_step)
         self.solve = Solve(PlanSettings(), None, self.solver)
-        self.replanner = Replanner(
-            plans, schedule, observations, self.solve, current, Topology(), former_target
-        )
+        self.replanner = Replanner(plans, schedule, observations, self.solve, current, Topology())
+        if former_target is not None:
+            stopped = replace(state_of(PLAN), target=former_target)
+            self.replanner.resume(stopped, FirstPlan(PLAN, PlanSource.CHECKPOINT))
 
     @property
     def pending(self) -> tuple[int, int, float] | None:
@@ -131,6 +135,20 @@ def test_after_a_revert_a_new_target_whose_problem_was_dropped_is_planned_for_ag
     assert run.pending == (49, 51, 0.75)
 
 
+def test_a_target_whose_solve_failed_is_planned_for_again_after_the_interval() -> None:
+    """Without measurements no refresh plans for it."""
+    run = Run(policy="last-blocks", **CHANGING)
+    run.replanner.plan_for_new_target(48)
+    with pytest.raises(PlanningError, match="no plan for the problem of iteration 48"):
+        run.replanner.take_plan(50)
+    assert run.replanner.target == 0.5  # a resumed run plans for 0.75 at once
+    for iteration in range(50, 1050):
+        run.replanner.plan_for_new_target(iteration)
+    assert run.pending is None
+    run.replanner.plan_for_new_target(1050)
+    assert run.pending == (1050, 1052, 0.75)
+
+
 def test_after_a_revert_without_a_problem_nothing_is_planned() -> None:
     run = Run(former_target=0.75, **CHANGING)
     run.replanner.drop()
@@ -174,6 +192,15 @@ def test_the_problem_of_a_refresh_is_due_after_the_lag() -> None:
     assert run.pending == (20, 23, 0.6) and run.replanner.target == 0.6
     ((_, plan, iteration),) = run.solver.given
     assert plan is PLAN and iteration == 20
+
+
+def test_a_plan_that_the_policy_makes_at_a_resume_has_a_target_of_its_own() -> None:
+    """The stopped run's 0.75 is not that of the new plan, so the point at 0.75 needs a plan."""
+    run = Run(policy="last-blocks", **CHANGING)
+    stopped = replace(state_of(PLAN), target=0.75)
+    run.replanner.resume(stopped, FirstPlan(PLAN, PlanSource.POLICY))
+    run.replanner.plan_for_new_target(48)
+    assert run.pending == (48, 50, 0.75)
 
 
 @pytest.mark.parametrize("suffices", [True, False])
