@@ -43,6 +43,10 @@ DEST = "snip_"
 _CONFIG = f"{DEST}config"
 
 
+class Refusal(SystemExit):
+    """The end of a job whose line is printed: status 2."""
+
+
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         raise UsageError(message)
@@ -210,14 +214,18 @@ def _restricted(config: SnipConfig, rows: Sequence[FlagRow]) -> SnipConfig:
 
 
 def exit_on_error(action: Callable[[], T]) -> T:
-    """Run `action`; on bad input print a line for each error on each host, exit with status 2."""
+    """Run `action`; on bad input print a line for each error on each host and end the job.
+
+    Raises:
+        Refusal: on bad input.
+    """
     try:
         return action()
     except SnipError as error:
         if int(os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", "0"))) == 0:
             for text in _messages(error):
                 print(f"megatron-snip: error: {shown(text)}", file=sys.stderr, flush=True)
-        raise SystemExit(2) from None
+        raise Refusal(2) from None
 
 
 def _messages(error: SnipError) -> tuple[str, ...]:

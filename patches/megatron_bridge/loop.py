@@ -5,6 +5,7 @@ settings are checked there, on every rank, before any process group exists.
 """
 
 import logging
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -13,7 +14,7 @@ from megatron_snip.config import SnipConfig
 from megatron_snip.errors import UsageError
 from megatron_snip.log import warn_once_per_job
 from megatron_snip.patches import cpu, overlap_buffers
-from megatron_snip.patches.arguments import exit_on_error, snip_config
+from megatron_snip.patches.arguments import Refusal, exit_on_error, snip_config
 from megatron_snip.patches.attach import attach
 from megatron_snip.patches.checkpoint import load_state, save_state
 from megatron_snip.patches.megatron_bridge.callback import callbacks_in
@@ -52,6 +53,8 @@ def callbacks(call: Call, session: Session) -> Any:
 @patch(PRETRAIN, "setup", needs=("state",), returns=3)
 def model_setup(call: Call, session: Session) -> Any:
     """Attach a controller to what Bridge has built and loaded."""
+    # `pretrain` logs what ends it with a traceback, on every rank.
+    logging.getLogger(PRETRAIN).addFilter(_is_no_refusal)
     session.end()  # the training run before this one in the process (in-process restart)
     result = call.run()
     state, model, optimizer = result[:3]
@@ -79,7 +82,10 @@ def logging_setup(call: Call, session: Session) -> Any:
 @patch(TRAIN, "train_step", needs=("forward_backward_func", "global_state"), returns=6)
 def train_step(call: Call, session: Session) -> Any:
     """Run the forward-backward function through the controller."""
-    return run_step(call, session, int(call.arguments["global_state"].train_state.step) + 1)
+    state = call.arguments["global_state"]
+    function = call.arguments["forward_backward_func"]
+    call.arguments["forward_backward_func"] = _counting_flops_once(function, state)
+    return run_step(call, session, int(state.train_state.step) + 1)
 
 
 @patch(TRAIN, "checkpoint_and_decide_exit", needs=("state", "optimizer"))
@@ -167,6 +173,33 @@ def _check(callbacks: Any, session: Session) -> None:
     assert session.args is not None
     config = snip_config(session.args, _given(session))
     session.makes_plans = config.enabled and not config.collect_only
+
+
+def _is_no_refusal(record: logging.LogRecord) -> bool:
+    """A filter of log records: whether a record does not report a refusal, whose line is out."""
+    error = record.exc_info[1] if record.exc_info else None
+    return not isinstance(error, Refusal)
+
+
+def _counting_flops_once(function: Callable[..., Any], state: Any) -> Callable[..., Any]:
+    """Return a forward-backward function that may be called several times in an iteration.
+
+    Bridge's forward step adds what it counts FLOPs by to attributes of its state. Only the last
+    call of an iteration counts: the controller may measure before it trains, or run an iteration
+    again.
+
+    Args:
+        function: Megatron's forward-backward function.
+        state: Bridge's GlobalState.
+    """
+    before = {name: value for name, value in vars(state).items() if name.startswith("_flops_")}
+
+    def run(**kwargs: Any) -> Any:
+        for name, value in before.items():
+            setattr(state, name, value)
+        return function(**kwargs)
+
+    return run
 
 
 def _loggers(state: Any) -> tuple[Any, Any]:

@@ -22,6 +22,11 @@ MISTAKES = {
         "--snip cannot run with dist.use_decentralized_pg (Megatron-Bridge): ",
     ),
     "distillation": (["--snip"], {"TINY_TEACHER": "1"}, "--snip cannot run with distillation "),
+    "a pin of no linear": (
+        ["--snip", "--snip-backend", "simulate", "--snip-pins", "decoder.layers.9.*=bf16"],
+        {},
+        "decoder.layers.9.*",
+    ),
 }
 
 

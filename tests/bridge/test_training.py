@@ -55,6 +55,8 @@ def test_a_plan_that_breaks_an_iteration_is_reverted_without_a_trace(lab: Lab) -
     run = lab.run("llama-tp2", SNIP, {"TINY_BREAK": "1"})
     assert weights(run) == weights(lab.run("llama-tp2"))  # as if there had been no plan
     assert losses(run) == losses(lab.run("llama-tp2"))
+    flops = [[rank["flops"] for rank in each.finished()] for each in (run, lab.run("llama-tp2"))]
+    assert flops[0] == flops[1]  # a repeated iteration counts once
     reverted = re.findall(r"snip: iteration (\d+): reverted", run.logs[0])
     assert reverted and [int(iteration) for iteration in reverted] == applied_plans(run), run.report
 

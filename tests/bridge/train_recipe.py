@@ -68,7 +68,8 @@ class Results:
         for chunk in context.model:
             for parameter in chunk.parameters():
                 weights.update(parameter.detach().float().numpy().tobytes())
-        result = {"weights": weights.hexdigest(), "losses": self.losses}
+        flops = float(context.state.train_state.floating_point_operations_so_far)
+        result = {"weights": weights.hexdigest(), "losses": self.losses, "flops": flops}
         path = Path(os.environ["TINY_RESULTS"]) / f"{os.environ['RANK']}.json"
         path.write_text(json.dumps({**result, "evaluated": self.evaluated}))
 

@@ -13,6 +13,7 @@ from unittest.mock import MagicMock
 import pytest
 
 from megatron_snip.bridge import SnipCallback, SnipConfig
+from megatron_snip.errors import UsageError
 from megatron_snip.log import warn_once
 from megatron_snip.patches.install import MEGATRON_BRIDGE, REGISTRY, install_for
 from megatron_snip.patches.megatron_bridge import loop
@@ -99,7 +100,11 @@ class FakeBridge:
         self.module.runtime_config_update(cfg)
         callbacks = self.module.normalize_callbacks(callbacks)
         state = SimpleNamespace(cfg=cfg, train_state=SimpleNamespace(step=0))
-        self.module.setup(state, "provider", callback_manager=callbacks)
+        try:
+            self.module.setup(state, "provider", callback_manager=callbacks)
+        except BaseException:
+            logging.getLogger(loop.PRETRAIN).exception("Pretrain failed")
+            raise
 
 
 @pytest.fixture
@@ -270,6 +275,46 @@ def test_a_setting_that_cannot_run_ends_before_the_model_is_built(
     install_for(["--snip"])
     assert text in ends_in_one_line(capsys, lambda: bridge.pretrain(cfg_of(**model)))
     assert bridge.calls == []
+
+
+def test_a_refusal_of_the_model_leaves_no_traceback(
+    bridge: FakeBridge,
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """`pretrain` logs what ends it; other errors stay in its log."""
+    install_for(["--snip"])
+    error: Exception = UsageError("the pin fits no linear")
+
+    def refuse(*args: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(loop, "attach", refuse)
+    assert "the pin fits no linear" in ends_in_one_line(capsys, lambda: bridge.pretrain(cfg_of()))
+    assert not caplog.records
+    error = ValueError("a bug")
+    with pytest.raises(ValueError, match="a bug"):
+        bridge.pretrain(cfg_of())
+    assert "Pretrain failed" in caplog.text and "a bug" in caplog.text
+
+
+def test_flops_of_a_repeated_iteration_count_once(
+    bridge: FakeBridge, attached: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run_twice(call: Any, session: Any, iteration: int) -> None:
+        for _ in range(2):
+            call.arguments["forward_backward_func"]()
+
+    def forward_backward() -> None:
+        state._flops_seqlen_sum += 8
+
+    monkeypatch.setattr(loop, "run_step", run_twice)
+    install_for(["--snip"])
+    bridge.pretrain(cfg_of())
+    state = SimpleNamespace(_flops_seqlen_sum=0, train_state=SimpleNamespace(step=0))
+    sys.modules[loop.TRAIN].train_step(None, state, forward_backward)
+    assert state._flops_seqlen_sum == 8
 
 
 def test_adapters_are_refused(bridge: FakeBridge, capsys: pytest.CaptureFixture[str]) -> None:
