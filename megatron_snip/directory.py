@@ -1,6 +1,7 @@
 """Output directories: nothing is replaced or removed that SNIP did not write.
 
-    DIR/.megatron-snip          marker: SNIP writes its files in this directory
+    DIR/.megatron-snip          marker: SNIP writes its files in this directory. Its text identifies
+                                the run: a checkpoint names the run whose files go on with it
 
 A file counts as written by SNIP if its directory has the marker and its path matches `OWN_FILES`.
 """
@@ -8,11 +9,14 @@ A file counts as written by SNIP if its directory has the marker and its path ma
 import contextlib
 import os
 import re
-from collections.abc import Iterator
+import shutil
+import uuid
+from collections.abc import Iterable, Iterator
 from itertools import count
 from pathlib import Path
 
 from megatron_snip.errors import UsageError
+from megatron_snip.files import read_text, write_atomic
 
 MARKER = ".megatron-snip"
 
@@ -106,16 +110,32 @@ def _check_plain(directory: Path, root: Path) -> None:
 
 
 def mark(directory: Path) -> None:
-    """Make the directory and put the marker in it."""
+    """Make the directory and put the marker in it, if it has none."""
     directory.mkdir(parents=True, exist_ok=True)
     (directory / MARKER).touch()
 
 
-def clear_run(directory: Path, archive: bool) -> Path | None:
-    """Take the files of a former run out of a marked directory, and folders left empty by that.
+def mark_new_run(directory: Path) -> None:
+    """Make the marker that of a new run: no other run has the same text in it."""
+    write_atomic(directory / MARKER, f"{uuid.uuid4().hex}\n")
+
+
+def run_id(directory: Path) -> str:
+    """Return what identifies the run in a directory; "" without a run, or of an unknown one.
+
+    Raises:
+        UsageError: if the marker cannot be read.
+    """
+    marker = directory / MARKER
+    return read_text(marker, f"'{marker}'", plain=True).strip() if marker.exists() else ""
+
+
+def clear_run(directory: Path, files: Iterable[Path], archive: bool) -> Path | None:
+    """Take files of a former run out of a marked directory, and folders left empty by that.
 
     Args:
         directory: the run's.
+        files: those to take out.
         archive: True moves them to a new folder `previous-N` below it; False deletes them.
 
     Returns:
@@ -124,7 +144,6 @@ def clear_run(directory: Path, archive: bool) -> Path | None:
     assert (directory / MARKER).is_file(), "only a marked directory holds files of SNIP"
     names = (directory / f"previous-{number}" for number in count(1))
     target = next(path for path in names if not path.exists())
-    files = list(own_files(directory))
     for path in files:
         if archive:
             moved = target / path.relative_to(directory)
@@ -135,9 +154,9 @@ def clear_run(directory: Path, archive: bool) -> Path | None:
         if path.parent != directory:
             with contextlib.suppress(OSError):  # it holds other files
                 path.parent.rmdir()
-    if not (archive and files):
+    if not target.exists():
         return None
-    mark(target)
+    shutil.copy(directory / MARKER, target)
     return target
 
 

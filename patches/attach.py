@@ -170,7 +170,10 @@ def make_writers(
         settings = {"snip": dump, "megatron": megatron}
         path = run_directory_of(config, args)
         resumes = bool(getattr(args, "iteration", 0))
-        writers.append(open_run(path, settings, "continue" if resumes else "archive"))
+        files = open_run(path, settings, "continue" if resumes else "archive")
+        writers.append(files)
+        # Not later: measured times (`calibration.json`) of the run before would be read.
+        files.begin()
         logger.info("snip: plans, problems and metrics go to %s", path)
 
     with naming_field("output_dir"):

@@ -44,7 +44,7 @@ from typing import IO, Any, Literal
 
 from pydantic_core import to_json
 
-from megatron_snip.directory import check_new_run, clear_run, mark, own_files
+from megatron_snip.directory import check_new_run, clear_run, mark, mark_new_run, own_files
 from megatron_snip.directory_lock import lock_directory
 from megatron_snip.divergence.quality_loss import divergences_dict
 from megatron_snip.errors import UsageError
@@ -77,10 +77,22 @@ class RunDirectory:
         path: the directory; created (with parents) at construction.
     """
 
-    def __init__(self, path: Path, release: Callable[[], None] = lambda: None) -> None:
-        """Open a directory; `close` calls `release`, which releases the directory's lock."""
+    def __init__(
+        self,
+        path: Path,
+        release: Callable[[], None] = lambda: None,
+        take_over: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Open a directory.
+
+        Args:
+            path: need not exist.
+            release: releases the directory's lock; `close` calls it.
+            take_over: makes the directory this run's; `begin` calls it.
+        """
         self.path = path
         self._release = release
+        self._take_over: Callable[[], None] | None = take_over
         path.mkdir(parents=True, exist_ok=True)
         self._settings: dict[str, Any] = {}
         self._metrics: IO[str] | None = None
@@ -90,6 +102,19 @@ class RunDirectory:
         self._last_row_start = 0  # the place in the file, in bytes
         self._last_row_at = time.perf_counter()
 
+    def begin(self) -> None:
+        """Make the directory this run's; a second call does nothing.
+
+        Before, nothing in it has changed, so a run that is refused has harmed no other. The first
+        event begins it too.
+
+        Raises:
+            OSError: if the directory cannot be written.
+        """
+        if self._take_over is not None:
+            self._take_over()
+            self._take_over = None
+
     def start(self, config: dict[str, Any]) -> None:
         """Write config.yaml and versions.json."""
         self._settings = config
@@ -98,6 +123,7 @@ class RunDirectory:
 
     def write(self, event: Event) -> None:
         """Write an event's files; keep what belongs to the iteration's line until it ends."""
+        self.begin()
         self._row_at = event.iteration
         match event.payload:
             case Settings(values):
@@ -243,12 +269,13 @@ def _holds_another(path: Path, plan: PrecisionPlan) -> bool:
 def open_run(
     path: Path, settings: dict[str, Any], old_run: OldRun, done: int | None = None
 ) -> RunDirectory:
-    """Rank 0: lock a run's directory until it is closed, clear it and start the run.
+    """Rank 0: lock a run's directory until it is closed. Its files change when the run begins.
 
     Args:
         path: need not exist.
         settings: the content of config.yaml.
-        old_run: what becomes of the files of a run before; files that SNIP did not write stay.
+        old_run: what becomes of the files of a run before, when this one begins
+            (`RunDirectory.begin`); files that SNIP did not write stay.
         done: where a run continues, the last iteration whose files stay; None keeps all of them.
 
     Raises:
@@ -256,23 +283,29 @@ def open_run(
             itself reads a file that it would delete or move.
         OSError: if the directory cannot be written.
     """
-    directory = RunDirectory(path, lock_directory(path))
+    release = lock_directory(path)
     try:
         check_new_run(path, overwrite=old_run != "refuse")
         done = sys.maxsize if done is None else done
-        old_files = own_files(path) if old_run != "continue" else _later_files(path, done)
+        # Listed now, because by the time the run begins it may have made files of its own.
+        old_files = list(own_files(path) if old_run != "continue" else _later_files(path, done))
         _check_inputs(settings.get("snip", {}), old_files)
+    except BaseException:
+        release()
+        raise
+
+    def take_over() -> None:
         mark(path)
-        if old_run != "continue":
-            archive = clear_run(path, archive=old_run != "delete")
+        if old_run == "continue":
+            drop_later_iterations(path, done)
+        else:
+            archive = clear_run(path, old_files, archive=old_run != "delete")
             if archive is not None:
                 logger.info("snip: moved files of the run before to '%s'", archive)
-        else:
-            drop_later_iterations(path, done)
+            mark_new_run(path)
         directory.start(settings)
-    except BaseException:
-        directory.close()
-        raise
+
+    directory = RunDirectory(path, release, take_over)
     return directory
 
 

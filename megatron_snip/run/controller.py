@@ -143,9 +143,6 @@ class SnipController:
             state, warning = state_of_model(state, (each.name for each in self.model.all_linears))
             if warning is not None:
                 self._reporter.warn(warning)
-        if self.config != config:  # a default target that is out of reach was lowered
-            settings = Settings(self.config.model_dump(mode="json"))
-            self._reporter.write(Event(num_done, settings))
 
         # What the controller drives: schedule, observations, guard, alerts, solver, evaluations.
         self._make_owners(optimizer, seed, solver, num_done)
@@ -169,6 +166,10 @@ class SnipController:
         # The state before the iteration that began last; None before the first one.
         self._before: ControllerState | None = None
         self.model.install()
+        # From here on nothing is refused, so a writer may replace the files of a run before.
+        if self.config != config:  # a default target that is out of reach was lowered
+            settings = Settings(self.config.model_dump(mode="json"))
+            self._reporter.write(Event(num_done, settings))
         self._start(state, first, num_done)
 
     def _make_owners(

@@ -102,11 +102,13 @@ class SavedRun:
         config: The settings of the run as plain values.
         world_size: The number of its ranks.
         files: SHA-256 (hex) of each file, by the file's name.
+        run_id: what identifies the run in the marker of its directory (`directory.run_id`).
     """
 
     config: dict[str, Any]
     world_size: Annotated[int, Field(ge=1, le=2**31)]
     files: dict[FileName, Label]
+    run_id: str = ""
 
 
 def checkpoint_path(folder: Path, iteration: int) -> Path:
@@ -220,12 +222,15 @@ def _signals_held() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, previous)
 
 
-def save_checkpoint(state: TrainingState, group: ProcessGroup | None, progress: Progress) -> None:
+def save_checkpoint(
+    state: TrainingState, group: ProcessGroup | None, run_id: str, progress: Progress
+) -> None:
     """All ranks: write a checkpoint to the settings' `save`.
 
     Args:
         state: model, optimizer, scheduler and settings.
         group: all ranks, carries CPU tensors.
+        run_id: what identifies the run; that of rank 0 counts.
         progress: The progress that a resumed run needs.
 
     Raises:
@@ -260,6 +265,7 @@ def save_checkpoint(state: TrainingState, group: ProcessGroup | None, progress: 
         "version": SCHEMA_VERSION,
         "iteration": progress.iteration,
         "world_size": dist.get_world_size(),
+        "run_id": run_id,
         "versions": versions(),
         "config": state.config.model_dump(mode="json"),
         "files": _digests(partial, names, group),

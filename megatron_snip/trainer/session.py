@@ -13,7 +13,7 @@ import shlex
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, closing, contextmanager, nullcontext, suppress
+from contextlib import ExitStack, closing, contextmanager, nullcontext
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -24,7 +24,7 @@ import torch.distributed as dist
 from rich.console import Console
 
 from megatron_snip.collectives import broadcast_json, on_rank_0
-from megatron_snip.directory import check_new_run
+from megatron_snip.directory import check_new_run, run_id
 from megatron_snip.directory_lock import lock_directory
 from megatron_snip.errors import SnipError, UsageError, one_line
 from megatron_snip.files import write_atomic
@@ -104,8 +104,8 @@ def check_run(config: TrainConfig, world_size: int) -> None:
 
 def _old_run(config: TrainConfig, done: int) -> OldRun:
     if config.load is not None and done:
-        saved = read_saved_run(checkpoint_path(config.load, done)).config
-        if _is_folder(saved.get("run_dir"), config.run_dir):
+        saved = read_saved_run(checkpoint_path(config.load, done))
+        if saved.run_id and saved.run_id == run_id(config.run_dir):
             return "continue"
     if config.overwrite:
         return "delete"
@@ -113,13 +113,6 @@ def _old_run(config: TrainConfig, done: int) -> OldRun:
     # checkpoint are then moved aside.
     starts_and_resumes = config.load is not None and config.load == config.save
     return "archive" if done or starts_and_resumes else "refuse"
-
-
-def _is_folder(saved: object, folder: Path) -> bool:
-    """Whether a value of a file is the path of `folder`; it may be no path at all."""
-    with suppress(OSError, ValueError):
-        return Path(str(saved)).resolve() == folder.resolve()
-    return False
 
 
 def run_rank(config: TrainConfig) -> TrainingResult:
@@ -163,14 +156,14 @@ def run_session(config: TrainConfig, console: Console | None) -> TrainingResult:
         state = build_training_state(config)
         start = load_checkpoint(state, control, done) if done else None
         datasets = build_datasets(config, control)
-        if directory is not None:
-            write_atomic(directory.path / "data.json", json.dumps(datasets.source) + "\n")
         writers = make_writers(config, directory, done)
         if console is not None:
             writers.append(ProgressWriter(config, console))
-        save = partial(save_checkpoint, state, control) if config.save else None
         stops = stop_requests(control) if config.save else nullcontext(lambda: None)
         with stops as stop, closing(make_hook(state, writers, start)) as hook:
+            # Nothing of this run was refused, so it may replace the files of the run before.
+            identity = begin_run(directory, datasets.source, control)
+            save = partial(save_checkpoint, state, control, identity) if config.save else None
             result = train(state, datasets, hook, start, save, stop)
     if console is not None:
         _print_result(config, result, console)
@@ -193,12 +186,36 @@ def make_writers(config: TrainConfig, directory: RunDirectory | None, done: int)
         wandb = start_wandb(config.wandb_project, directory.path, settings)
         writers.append(WandbWriter(wandb, settings["snip"]))
     if config.tensorboard_dir is not None:
-        from torch.utils.tensorboard import SummaryWriter as TensorBoardFiles
-
-        threading.excepthook = partial(_thread_failed, threading.excepthook)
-        files = TensorBoardFiles(str(config.tensorboard_dir), purge_step=done + 1 if done else None)
-        writers.append(TensorBoardWriter(files, settings["snip"]))
+        folder = str(config.tensorboard_dir)
+        writers.append(LateWriter(partial(_tensorboard_writer, folder, settings["snip"], done)))
     return writers
+
+
+class LateWriter:
+    """Makes its writer at the first event: a run that is refused leaves no files of it."""
+
+    def __init__(self, make: Callable[[], Writer]) -> None:
+        self._make = make
+        self._writer: Writer | None = None
+
+    def write(self, event: Event) -> None:
+        """Pass the event on."""
+        if self._writer is None:
+            self._writer = self._make()
+        self._writer.write(event)
+
+    def close(self) -> None:
+        """Close the writer if there is one."""
+        if self._writer is not None:
+            self._writer.close()
+
+
+def _tensorboard_writer(folder: str, snip: dict[str, Any], done: int) -> Writer:
+    from torch.utils.tensorboard import SummaryWriter
+
+    threading.excepthook = partial(_thread_failed, threading.excepthook)
+    files = SummaryWriter(folder, purge_step=done + 1 if done else None)
+    return TensorBoardWriter(files, snip)
 
 
 def _thread_failed(usual: Callable[[Any], Any], failure: threading.ExceptHookArgs) -> None:
@@ -254,11 +271,11 @@ def _initialize_process_group(on_cpu: bool) -> None:
 def run_directories(
     config: TrainConfig, done: int, control: dist.ProcessGroup | None
 ) -> Iterator[RunDirectory | None]:
-    """All ranks: lock and prepare the folders that this run writes to; rank 0 gets run_dir.
+    """All ranks: lock the folders that this run writes to; rank 0 gets run_dir.
 
-    Files of the run that continues stay up to iteration `done`. Those of another run are deleted
-    (`overwrite`), moved to `previous-N` (a run that resumes, or whose `load` is its `save`), or are
-    an error.
+    When the run begins, files of the run that it continues stay up to iteration `done`. Those of
+    another run are then deleted (`overwrite`), moved to `previous-N` (a run that resumes, or whose
+    `load` is its `save`), or they are an error at once.
 
     Raises:
         UsageError: on every rank, if another job writes there, the folders cannot be written, or
@@ -281,6 +298,29 @@ def run_directories(
 
         on_rank_0("opening run_dir and save", prepare, control)
         yield directory
+
+
+def begin_run(
+    directory: RunDirectory | None, source: dict[str, Any], control: dist.ProcessGroup | None
+) -> str:
+    """All ranks: make run_dir this run's; return on rank 0 what identifies the run.
+
+    Args:
+        directory: the run's files; None on the other ranks.
+        source: where the data comes from.
+        control: the group of all ranks.
+
+    Raises:
+        SnipError: on every rank, if run_dir cannot be written.
+    """
+
+    def begin() -> None:
+        assert directory is not None, "rank 0 has the run's files"
+        directory.begin()
+        write_atomic(directory.path / "data.json", json.dumps(source) + "\n")
+
+    on_rank_0("beginning the run in run_dir", begin, control)
+    return "" if directory is None else run_id(directory.path)
 
 
 class ProgressWriter:

@@ -183,6 +183,31 @@ def test_a_resumed_run_applies_the_plan_that_was_being_solved(
     assert resumed.digest == complete.digest
 
 
+def test_a_run_that_is_refused_leaves_the_run_before_as_it_was(tmp_path: Path) -> None:
+    """It would replace that run, or go back to an earlier checkpoint of it."""
+    run = {**TINY, **TP2, "bf16": True, "eval_iters": 0, "run_dir": str(tmp_path / "run")}
+    save = tmp_path / "checkpoints"
+    saving = {"save": str(save), "save_interval": 1, "train_iters": 2}
+    run_ranks(2, RUN_ALL, {"runs": {"before": {**run, **saving, "snip": SNIP}}})
+    flip_a_bit(checkpoint_path(save, 1))
+    kept = contents(tmp_path)
+    refused = {
+        "replaces": {**run, "overwrite": True, "snip": {**SNIP, "pins": ["nowhere.*=bf16"]}},
+        "goes back": {**run, **saving, "load": str(save), "ckpt_step": 1, "snip": SNIP},
+    }
+    for results in run_ranks(2, RUN_ALL, {"runs": refused}):
+        errors = {name: result["error"][1] for name, result in results.items()}
+        assert "nowhere" in errors["replaces"]
+        assert "does not match the SHA-256" in errors["goes back"]
+    assert contents(tmp_path) == kept
+
+
+def contents(folder: Path) -> dict[Path, bytes]:
+    """Every file's bytes but for Megatron's cache of samples, which any run may add to."""
+    files = (path for path in folder.rglob("*") if path.is_file())
+    return {path: path.read_bytes() for path in files if path.parent.name != "data_index"}
+
+
 # ---- damaged checkpoints and full disks -------------------------------------------------------
 
 

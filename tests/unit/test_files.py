@@ -10,7 +10,14 @@ from unittest.mock import Mock
 
 import pytest
 
-from megatron_snip.directory import check_new_run, clear_run, mark, own_files
+from megatron_snip.directory import (
+    check_new_run,
+    clear_run,
+    mark,
+    mark_new_run,
+    own_files,
+    run_id,
+)
 from megatron_snip.errors import UsageError
 from megatron_snip.files import parse_json, read_json, write_atomic
 
@@ -84,7 +91,7 @@ def test_foreign_files_do_not_keep_a_run_from_starting_and_are_never_removed(
     with pytest.raises(UsageError, match="holds another run"):
         check_new_run(tmp_path, overwrite=False)
     check_new_run(tmp_path, overwrite=True)
-    clear_run(tmp_path, archive=False)
+    clear_run(tmp_path, list(own_files(tmp_path)), archive=False)
     assert files(tmp_path) == {*FOREIGN, ".megatron-snip"}
     assert not (tmp_path / "tensorboard").exists()
 
@@ -132,10 +139,13 @@ def test_links_are_not_followed(tmp_path: Path) -> None:
 
 def test_an_earlier_attempt_is_moved_aside(tmp_path: Path) -> None:
     mark(tmp_path)
-    assert clear_run(tmp_path, archive=True) is None
+    assert clear_run(tmp_path, [], archive=True) is None
     for attempt in (1, 2):
         fill(tmp_path, *OWN, "plans/best.json")
-        assert clear_run(tmp_path, archive=True) == tmp_path / f"previous-{attempt}"
+        mark_new_run(tmp_path)
+        moved = clear_run(tmp_path, list(own_files(tmp_path)), archive=True)
+        assert moved == tmp_path / f"previous-{attempt}"
+        assert run_id(moved) == run_id(tmp_path) != ""
         kept = files(tmp_path / f"previous-{attempt}")
         assert kept == {*OWN, ".megatron-snip"}
     assert (tmp_path / "plans" / "best.json").exists()

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import yaml
 
-from megatron_snip.directory import MARKER, mark
+from megatron_snip.directory import MARKER, mark, mark_new_run, run_id
 from megatron_snip.errors import UsageError
 from megatron_snip.options import BF16
 from megatron_snip.planning.plan import PrecisionPlan, assignment_digest, read_plan, write_plan
@@ -86,7 +86,9 @@ def test_a_run_that_continues_keeps_every_file_and_row(tmp_path: Path) -> None:
     mark(tmp_path)
     before = {p: p.read_bytes() for p in tmp_path.rglob("*.json*") if p.name != "versions.json"}
     assert len(before) > 8
-    open_run(tmp_path, {}, "continue").close()
+    run = open_run(tmp_path, {}, "continue")
+    run.begin()
+    run.close()
     assert {path: path.read_bytes() for path in before} == before
 
 
@@ -168,8 +170,7 @@ def test_a_row_that_a_crash_has_lost_is_written_again(tmp_path: Path) -> None:
     metrics = tmp_path / "metrics.jsonl"
     first = metrics.read_text().splitlines(keepends=True)[0]
     metrics.write_text(first + "\0" * 40)
-    open_run(tmp_path, {}, "continue", 42).close()
-    run = RunDirectory(tmp_path)
+    run = open_run(tmp_path, {}, "continue", 42)
     run.write(Event(42, applied(SHAPE, PLAN, num_changed=0, resumed=True)))
     run.write(Event(43, Metrics({})))
     run.close()
@@ -244,6 +245,7 @@ def test_a_run_is_opened_under_its_lock_and_the_old_runs_files_are_treated_as_as
             open_run(tmp_path, {}, old_run)
     else:
         run = open_run(tmp_path, {"seed": 1}, old_run)
+        run.begin()
         left |= {"config.yaml", "versions.json"}
         with (
             ProcessPoolExecutor(1, get_context("fork")) as other,
@@ -254,6 +256,25 @@ def test_a_run_is_opened_under_its_lock_and_the_old_runs_files_are_treated_as_as
         run.close()
     found = {str(p.relative_to(tmp_path)) for p in tmp_path.rglob("*") if p.is_file()}
     assert found == left | {MARKER}
+
+
+@pytest.mark.parametrize(("old_run", "done"), [("archive", 0), ("delete", 0), ("continue", 5)])
+def test_a_run_that_ends_before_it_begins_leaves_the_run_before_as_it_was(
+    tmp_path: Path, old_run: OldRun, done: int
+) -> None:
+    """It may be refused while its model is built, or for its plan or its checkpoint."""
+    write_run(tmp_path, SHAPE)
+    mark_new_run(tmp_path)
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    open_run(tmp_path, {"seed": 1}, old_run, done).close()
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
+    first = run_id(tmp_path)
+    run = open_run(tmp_path, {"seed": 1}, old_run, done)
+    run.write(Event(done + 1, Metrics({"loss": 2.0})))
+    run.close()
+    assert [row["iteration"] for row in rows(tmp_path)][-1:] == [done + 1]
+    assert not (tmp_path / "health" / "11.json").exists()
+    assert (run_id(tmp_path) == first) == (old_run == "continue")
 
 
 @pytest.mark.parametrize(("old_run", "done"), [("archive", 0), ("delete", 0), ("continue", 5)])

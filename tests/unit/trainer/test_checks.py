@@ -15,7 +15,7 @@ import pytest
 
 from megatron_snip.cli.commands import build_parser
 from megatron_snip.cli.train import read_settings
-from megatron_snip.directory import OWN_FOLDERS, mark
+from megatron_snip.directory import OWN_FOLDERS, mark, mark_new_run, run_id
 from megatron_snip.errors import UsageError
 from megatron_snip.reporting.run_directory import drop_later_iterations
 from megatron_snip.trainer.checkpoint import (
@@ -59,7 +59,9 @@ def check(*words: object, ranks: int | None = None) -> None:
     check_run(config, config.model_parallel_size if ranks is None else ranks)
 
 
-def write_checkpoint(folder: Path, iteration: int, content: str = "", **values: Any) -> Path:
+def write_checkpoint(
+    folder: Path, iteration: int, content: str = "", run_id: str = "", **values: Any
+) -> Path:
     """Write a checkpoint without tensors."""
     path = checkpoint_path(folder, iteration)
     partial = path.with_name(f".{path.name}.partial")
@@ -67,7 +69,7 @@ def write_checkpoint(folder: Path, iteration: int, content: str = "", **values: 
     (partial / "metadata.json").write_text("{}")
     (partial / "tensors").write_text(content)
     config = TrainConfig(**values).model_dump(mode="json")
-    settings = {"version": 2, "config": config, "world_size": 1, "files": {}}
+    settings = {"version": 2, "config": config, "world_size": 1, "files": {}, "run_id": run_id}
     finish_checkpoint(path, partial, json.dumps(settings))
     return folder
 
@@ -197,17 +199,33 @@ def test_only_partial_checkpoints_are_removed(tmp_path: Path) -> None:
     assert {p.name for p in tmp_path.iterdir()} == {".iter_mine.partial", ".iter_0000010.partial"}
 
 
-def test_the_files_of_another_run_than_the_checkpoints_are_moved_aside(tmp_path: Path) -> None:
-    load = write_checkpoint(tmp_path / "save", 5, run_dir=tmp_path / "one")
-    for name in ("one", "two"):
+def test_the_files_of_another_run_than_the_checkpoints_are_moved_aside(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where they are at the same path: of another project, or of a run that replaced it."""
+    names = ("one/runs/demo", "two/runs/demo", "three/runs/demo")
+    for name in names:
         mark(tmp_path / name)
+        if name != names[2]:  # that of a checkpoint and marker without an identity
+            mark_new_run(tmp_path / name)
         (tmp_path / name / "metrics.jsonl").write_text('{"iteration": 5}\n{"iteration": 9}\n')
-        with run_directories(TrainConfig(run_dir=tmp_path / name, load=load), 5, None):
-            pass
-    assert (tmp_path / "one" / "metrics.jsonl").read_text() == '{"iteration": 5}\n'
-    archived = tmp_path / "two" / "previous-1" / "metrics.jsonl"
-    assert archived.read_text() == '{"iteration": 5}\n{"iteration": 9}\n'
-    assert not (tmp_path / "two" / "metrics.jsonl").exists()
+    same = run_id(tmp_path / names[0])
+    for name, identity in zip(names, (same, same, ""), strict=True):
+        load = write_checkpoint(tmp_path / name / "save", 5, run_id=identity, run_dir="runs/demo")
+        monkeypatch.chdir(tmp_path / name / ".." / "..")
+        config = TrainConfig(run_dir=Path("runs/demo"), load=load)
+        with run_directories(config, 5, None) as directory:
+            assert directory is not None
+            assert len(read_lines(tmp_path / name / "metrics.jsonl")) == 2  # nothing is refused yet
+            directory.begin()
+    assert read_lines(tmp_path / names[0] / "metrics.jsonl") == ['{"iteration": 5}']
+    for name in names[1:]:
+        assert len(read_lines(tmp_path / name / "previous-1" / "metrics.jsonl")) == 2
+        assert not (tmp_path / name / "metrics.jsonl").exists()
+
+
+def read_lines(path: Path) -> list[str]:
+    return path.read_text().splitlines()
 
 
 def test_a_run_resumes_from_the_latest_checkpoint(tmp_path: Path) -> None:
