@@ -129,9 +129,10 @@ class PlanFields(Section):
 
     cost: EfficiencyMeasure = "flops"
     """What the target counts: `flops`, or `time`: 0.75 then asks for 75 % of the seconds that
-    the fastest options would save against BF16. With `time` every linear may use BF16, and gets
-    an option that is not faster only by a pin. With --snip-collect-only, which makes no
-    plans, `time` only adds bf16 to the options in problems/ and divergences/."""
+    the fastest options would save against BF16. With `time` every linear may use BF16, and
+    only a pin gives it an option that is not faster than BF16. With
+    --snip-collect-only, which makes no plans, `time` only adds bf16 to the options in problems/ and
+    divergences/."""
 
     calibration: Path = Path(AUTO)
     """Seconds for --snip-cost time: a file of `megatron-snip calibrate`, or `auto`: time

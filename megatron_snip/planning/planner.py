@@ -34,7 +34,8 @@ def make_plan(
         settings: The constraints and the policy.
         previous: The current plan, from which `settings.change_penalty` counts changes. The policy
             `snip` starts from it, and keeps it unless it finds a better one. For policies that
-            order linears or GEMMs the penalty only decides between options of equal gain.
+            order linears or GEMMs the penalty only breaks ties: between options of a linear that
+            count equally towards the target.
         iteration: Megatron's (1-based) iteration at which the plan is asked for; 0 before training.
 
     Returns:

@@ -1,7 +1,7 @@
 """The controller: the order of what happens in an iteration; all ranks make the same calls.
 
-    apply      a plan that is due: rank 0 broadcasts it (or why there is none), every rank checks
-               it and applies it
+    apply      a plan that is due: rank 0 broadcasts it, or the reason why there is none; every rank
+               checks it and applies it
     observe    if a refresh is due, the iteration is measured while it runs; at its end the
                statistics are summed over ranks
     run        the forward-backward, again under another plan if the guard demands it
@@ -241,8 +241,9 @@ class SnipController:
         # Which part of the linears this iteration measures; None: it does not measure.
         part = self._schedule.take_part(iteration)
         observation = None
-        runs_unfused_before = part is not None and self.model.has_fused_mlps
-        may_repeat = self._guard.is_judging or runs_unfused_before
+        # A step of fused MLPs is measured in an extra run without the fusion.
+        has_extra_run = part is not None and self.model.has_fused_mlps
+        may_repeat = self._guard.is_judging or has_extra_run
         step = TrainingStep(function, kwargs, may_repeat)
         if part is None:
             self._replanner.plan_for_new_target(iteration)

@@ -311,7 +311,7 @@ class Observations:
         assert self.mean is not None, "something was measured"
         # `_formats` has only formats that some linear can run. So `lowest` may be another format
         # than `config.lowest_format`, but both have the same number of bits: `available_options`
-        # refuses a run in which no linear can run a format of that many.
+        # refuses a run in which no linear can run a format of that many bits.
         lowest = lowest_precision(self._formats).name
         available = self._available
         return divergence_table(

@@ -63,8 +63,8 @@ class PartialSums(NamedTuple):
             Column-parallel: [1 + F, D, K], dX and each format's eX of the D tokens of dgrad.
         tokens: [2 + 2 F, S] |G_t|^2, |Y_t|^2, |eY_t|^2 and <G_t, eY_t>; column-parallel only.
         scalars: sums of squares, in the order of `_scalar_names`.
-        health: [1 + F, 3 operands, OPERAND_SUMS], the operands before quantization last; see
-            `LinearSums.health`.
+        health: [F + 1, 3 operands, OPERAND_SUMS], the operands in each format, and then before
+            quantization (the other way round than in `products`); see `LinearSums.health`.
         amax: [3] the largest magnitudes of this shard's X, W and G.
     """
 

@@ -72,7 +72,7 @@ def reduce_sums(
         _fill(rows, own.rows, names)
         _fill(sums.norms, norms(), names)
         _fill(amax, own.amax, names)
-        for name, expert in own.experts:  # expert 3 of a linear: it has 4 or more
+        for name, expert in own.experts:  # with a row of expert 3, a linear has 4 or more
             num_experts[names.index(name)].clamp_(min=1 + expert)
     except Exception as error:  # the other ranks wait in the sum
         own.record_failure(error)
