@@ -147,6 +147,22 @@ def test_a_stored_weight_excludes_finer_and_coarser_formats_than_its_own() -> No
         assert refusal == "weights are stored in mxfp8: fprop and dgrad run that or bf16", option
 
 
+@pytest.mark.parametrize(("backend", "option"), [("te", "bf16"), ("simulate", "fp4")])
+def test_delayed_weight_gradients_need_fused_accumulation(backend: str, option: str) -> None:
+    """Else Transformer Engine gives them to a dequantized weight: the parameter gets none."""
+    from transformer_engine.pytorch.module._common import WeightGradStore
+
+    linear = planned(job("mxfp8"), backend=backend).linears[0]
+    linear.module.wgrad_store = WeightGradStore(delay_wgrad_compute=True)
+    linear.module.fuse_wgrad_accumulation = True
+    assert linear.refusal(Option.parse(option)) is None
+    linear.module.fuse_wgrad_accumulation = False
+    refusal = linear.refusal(Option.parse(option))
+    assert refusal is not None and "needs Megatron's gradient accumulation fusion" in refusal
+    as_in_the_job = "fp8" if backend == "te" else "bf16"
+    assert linear.refusal(Option.parse(as_in_the_job)) is None
+
+
 def test_one_copy_for_linears_planned_otherwise_and_none_for_others() -> None:
     model = job("mxfp8")
     under = planned(model, lambda name: "bf16" if name.endswith("fc2") else "fp8")

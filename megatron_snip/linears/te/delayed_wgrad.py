@@ -26,6 +26,12 @@ Deferral = Callable[[Tensor, Tensor, WgradFunction], None]
 _Entry = tuple[Tensor, Tensor, WgradFunction]
 
 
+def delays_wgrad(module: Any) -> bool:
+    """Whether a Transformer Engine linear computes weight gradients after the backward."""
+    store = getattr(module, "wgrad_store", None)
+    return store is not None and bool(store.delay_wgrad_compute())
+
+
 def deferrals(module: Any, num_weights: int) -> list[Deferral | None]:
     """Return, for each weight, what takes its gradient in the backward of one forward.
 
@@ -36,9 +42,9 @@ def deferrals(module: Any, num_weights: int) -> list[Deferral | None]:
     Returns:
         None for each weight if the module computes weight gradients in the backward.
     """
-    store = getattr(module, "wgrad_store", None)
-    if store is None or not store.delay_wgrad_compute():
+    if not delays_wgrad(module):
         return [None] * num_weights
+    store = module.wgrad_store
     waiting: dict[int, _Entry] = {}
 
     def defer(g: Tensor, x: Tensor, wgrad: WgradFunction, index: int) -> None:

@@ -27,6 +27,7 @@ from megatron_snip.linears.te.modules import (
 )
 from megatron_snip.linears.te.stored_weight import stored_weights
 from megatron_snip.linears.te.tap import with_tap
+from megatron_snip.options import BF16, Option
 from megatron_snip.topology import Placement
 
 
@@ -51,6 +52,14 @@ class SimulatedTELinear(SimulatedLinear):
         self.stored = stored_weights(module, self.weights)
         if self.stored is not None:
             self.stored.keeps_copies = True
+
+    def refusal(self, option: Option) -> str | None:
+        """Return why this linear cannot run `option` here, or None if it can."""
+        if self.stored is not None and option != BF16:
+            reason = self.stored.wgrad_refusal()
+            if reason is not None:
+                return f"{option}: {reason}"
+        return super().refusal(option)
 
     def begin_step(self) -> None:
         """Drop what was made of the weights of the step before."""

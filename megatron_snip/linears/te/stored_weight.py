@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_snip.linears.te.delayed_wgrad import delays_wgrad
 from megatron_snip.linears.te.recipe import TERecipe
 from megatron_snip.quantizers.stored import high_precision, is_quantized
 
@@ -77,6 +78,20 @@ class StoredWeights:
             self._dequantized.clear()
             self._exact.clear()
 
+    def wgrad_refusal(self) -> str | None:
+        """Return why a copy's gradient would not reach the parameter, or None.
+
+        A delayed weight gradient is computed when the module no longer multiplies the copy. Without
+        fused accumulation Transformer Engine (`backward_dw`) then gives it to a dequantized weight,
+        which it drops.
+        """
+        if delays_wgrad(self._module) and not self._module.fuse_wgrad_accumulation:
+            return (
+                "weights are stored quantized, and their gradients are delayed, so this needs "
+                "Megatron's gradient accumulation fusion"
+            )
+        return None
+
     def refusal(self, recipe: TERecipe, job: TERecipe) -> str | None:
         """Return why the stored weights exclude a recipe, or None.
 
@@ -84,6 +99,9 @@ class StoredWeights:
             recipe: what a plan gives the linear.
             job: what the job runs it in, which is also how its weights are stored.
         """
+        reason = self.wgrad_refusal()
+        if reason is not None:
+            return reason
         if self.gets_exact or {recipe.fprop, recipe.dgrad} <= {"bf16", job.fprop}:
             return None
         return f"weights are stored in {job.fprop}: fprop and dgrad run that or bf16"
