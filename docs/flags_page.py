@@ -35,7 +35,7 @@ SCRIPT = """\
 ## Megatron scripts
 
 `python -m megatron_snip SCRIPT ARGS` accepts Megatron's flags, the settings above, and these flags.
-`--cpu` before the script's name runs it without GPUs.
+`--cpu` before the script's name runs it without GPUs. There `--async-save` is ignored.
 """
 TRAIN = """\
 ## megatron-snip train

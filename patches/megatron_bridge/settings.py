@@ -18,6 +18,8 @@ _RENAMED = {"num_moe_experts": "num_experts", "restore_modelopt_state": "modelop
 
 CPU_SETTINGS: dict[str, dict[str, Any]] = {
     "dist": {"distributed_backend": "gloo"},
+    # The process that would write a checkpoint selects a GPU.
+    "checkpoint": {"async_save": False},
     "model": {
         "use_cpu_initialization": True,
         "gradient_accumulation_fusion": False,

@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from megatron_snip.errors import UsageError
+from megatron_snip.patches import cpu
 from megatron_snip.patches.arguments import exit_on_error, snip_config
 from megatron_snip.patches.attach import attach
 from megatron_snip.patches.registry import CORE, Call, Session, patch
@@ -16,8 +17,11 @@ from megatron_snip.patches.registry import CORE, Call, Session, patch
 @patch("megatron.training.arguments", "validate_args", needs=("args",), when="always")
 def validation(call: Call, session: Session) -> Any:
     """Check SNIP's settings after Megatron has validated its own."""
+    args = call.arguments["args"]
+    if cpu.is_installed():
+        args.async_save = False  # the process that would write a checkpoint selects a GPU
     result = call.run()
-    config = exit_on_error(lambda: snip_config(call.arguments["args"], session.cli_flags))
+    config = exit_on_error(lambda: snip_config(args, session.cli_flags))
     if config.enabled and not session.with_snip:
         exit_on_error(_refuse_late_flag)
     session.makes_plans = config.enabled and not config.collect_only

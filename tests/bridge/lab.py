@@ -16,7 +16,7 @@ ON_CPU = """
     model.gradient_accumulation_fusion=false model.masked_softmax_fusion=false
     model.bias_activation_fusion=false model.bias_dropout_fusion=false
     model.apply_rope_fusion=false model.cross_entropy_loss_fusion=false
-    model.persist_layer_norm=false
+    model.persist_layer_norm=false checkpoint.async_save=false
 """
 """What `--cpu` sets."""
 
@@ -85,8 +85,8 @@ class Lab:
 
 
 def saving(directory: Path) -> list[str]:
-    """Overrides that save after iteration 7 and at the end."""
-    return [f"checkpoint.save={directory}", "checkpoint.async_save=false"]
+    """Overrides that save after iteration 7 and at the end; `--cpu` makes the saves wait."""
+    return [f"checkpoint.save={directory}", "checkpoint.async_save=true"]
 
 
 def weights(run: Run) -> list[str]:

@@ -36,6 +36,15 @@ def test_a_killed_run_resumes_bitwise(lab: Lab, layout: str, flags: tuple[str, .
     }
 
 
+def test_without_a_gpu_an_asynchronous_save_is_a_plain_one(lab: Lab) -> None:
+    """The process that Megatron would write the checkpoint in selects a GPU."""
+    directory = lab.output("async")
+    asynchronous = ["--async-save", "--use-persistent-ckpt-worker", "--async-strategy", "mcore"]
+    run = lab.run("one", [*saving(directory), *asynchronous])
+    assert weights(run) == weights(lab.run("one"))
+    assert (directory / "latest_checkpointed_iteration.txt").read_text().strip() == "10"
+
+
 def test_a_resumed_job_continues_the_files_of_the_stopped_one(lab: Lab) -> None:
     folder = killed(lab, "one", "--seed", "5")
     seen = {path.name for path in (folder / "snip" / "problems").iterdir()}

@@ -170,7 +170,9 @@ def test_a_recipes_settings_have_the_names_of_megatron_lm() -> None:
 def test_a_cpu_run_sets_what_a_release_has() -> None:
     cfg = SimpleNamespace(dist=Namespace(distributed_backend="nccl"), model=Namespace(bf16=True))
     cfg.model.masked_softmax_fusion = True
+    cfg.checkpoint = Namespace(async_save=True)
     set_for_cpu(cfg)
+    assert cfg.checkpoint.async_save is False
     assert cfg.dist.distributed_backend == "gloo"
     assert vars(cfg.model) == {"bf16": True, "masked_softmax_fusion": False}
 

@@ -179,6 +179,16 @@ def test_a_controller_is_attached_to_what_megatron_built(fake: Any, attached: li
     assert config.enabled and model == ["model"] and optimizer == "optimizer"
 
 
+def test_without_a_gpu_no_save_is_asynchronous(fake: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    Registry([setup.validation]).install({"always"})
+    fake.args.async_save = True
+    fake.arguments.validate_args(fake.args, {})
+    assert fake.args.async_save
+    monkeypatch.setattr(cpu, "is_installed", lambda: True)
+    fake.arguments.validate_args(fake.args, {})
+    assert not fake.args.async_save
+
+
 def test_a_flag_that_the_script_gives_itself_comes_too_late(
     fake: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
