@@ -174,7 +174,8 @@ class PlanFields(Section):
     pins: tuple[str, ...] = ()
     """GLOB=OPTION, comma separated: linears with a fixed option, for example
     'decoder.layers.0.*=fp8'. The option must be bf16 or one of those that the formats
-    give."""
+    give. Linears that match a glob and cannot run its option get the nearest one of no lower
+    precision."""
 
     change_penalty: Annotated[float, Field(ge=0.0, le=1e150)] = 0.0
     """Price of each linear that changes its option at a refresh, in units of quality loss. The

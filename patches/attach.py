@@ -64,8 +64,8 @@ def attach(
     topology = current_topology()
     unless_refused("checking the model", lambda: check_modules(model), topology.control)
     config = resolve_formats(config, model, topology.control)
-    # The layers that the job keeps in BF16 stay so; a pin of the user's comes later and wins.
-    pins = (*bf16_layer_pins(model, topology), *config.pins)
+    # The layers that the job keeps in BF16 stay so, except linears that the user pins.
+    pins = (*bf16_layer_pins(model, topology, config.pin_of), *config.pins)
     config = config.model_copy(update={"pins": pins})
     num_done = int(getattr(args, "iteration", 0) or 0)
     state, warning = _resumed_state(session.loaded_state, num_done, topology)

@@ -13,7 +13,7 @@ frozen weights; they keep the run's own precision.
 
 import logging
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -34,6 +34,7 @@ from megatron_snip.linears.te.modules import (
     weights_of,
 )
 from megatron_snip.log import warn_once, warn_once_per_job
+from megatron_snip.options import Option
 from megatron_snip.topology import Axis, LinearInfo, LinearKind, Placement, Topology
 from megatron_snip.types import linear_name, natural_key, split_linear_name
 
@@ -154,13 +155,31 @@ def expert_layers(model: Sequence[torch.nn.Module]) -> Iterator[tuple[str, Any]]
             yield linear_name(number, f"{name}.experts", block), module
 
 
-def bf16_layer_pins(model: Sequence[torch.nn.Module], topology: Topology) -> tuple[str, ...]:
-    """All ranks: return pins for the layers of all stages that `--first-last-layers-bf16` names."""
-    own = [
-        f"{block}.layers.{number - 1}.*=bf16"
-        for block, number, layer in _planned_layers(model)
-        if is_bf16_layer(getattr(layer, "config", None), block, number - 1)
-    ]
+def bf16_layer_pins(
+    model: Sequence[torch.nn.Module],
+    topology: Topology,
+    pin_of: Callable[[str], Option | None] = lambda _: None,
+) -> tuple[str, ...]:
+    """All ranks: return pins for the layers of all stages that `--first-last-layers-bf16` names.
+
+    Args:
+        model: Megatron's model chunks.
+        topology: this rank's place.
+        pin_of: given a linear's name, returns the option of the user's pin, or None. That pin
+            counts.
+    """
+    names_of = defaultdict(list)
+    for _, placements in find_linears(model, topology):
+        block, layer_index, _ = split_linear_name(placements[0].name)
+        names_of[block, layer_index].append(placements[0].name)
+    own = []
+    for block, number, layer in _planned_layers(model):
+        if not is_bf16_layer(getattr(layer, "config", None), block, number - 1):
+            continue
+        names = names_of[block, number - 1]
+        free = [name for name in names if pin_of(name) is None]
+        globs = [f"{block}.layers.{number - 1}.*"] if names and free == names else free
+        own += [f"{glob}=bf16" for glob in globs]
     found = {pin for pins in gather_json(own, topology.control) for pin in pins}
     return tuple(sorted(found, key=natural_key))
 

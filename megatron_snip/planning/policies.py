@@ -7,7 +7,8 @@
     last-blocks
     random-gemm,            order the GEMMs of all linears and lower them in turn
     grads-first
-    uniform-OPTION          gives every linear that is not pinned this option; ignores the target
+    uniform-OPTION          gives every linear that is not pinned this option, or the nearest one of
+                            no lower precision that it can run; ignores the target
 
 A new policy is an entry in `POLICIES`; most need only an order (`lowered_in`).
 """
@@ -30,8 +31,9 @@ from megatron_snip.planning.constraints import (
     columns_of_most_gain,
     fixed_columns,
 )
-from megatron_snip.planning.option_table import Ints
+from megatron_snip.planning.option_table import Ints, Mask, OptionTable
 from megatron_snip.planning.problem import PlanningProblem, parse_option
+from megatron_snip.planning.restrictions import nearest_option
 from megatron_snip.planning.search import Solution, lower_bound, solve
 from megatron_snip.planning.settings import PlanSettings
 from megatron_snip.types import Gemm, natural_key
@@ -326,10 +328,29 @@ def _uniform(option: str, request: Request) -> Solution:
     is_free = np.ones(len(constraints.table.rows), dtype=np.bool_)
     for pinned in constraints.fixed.values():
         is_free &= pinned < 0
-    fixed = {**constraints.fixed, label: fixed_columns(constraints.table, label, is_free, option)}
+    fixed = {
+        **constraints.fixed,
+        label: _uniform_columns(constraints.table, label, is_free, option),
+    }
     task = replace(constraints, target=0.0, balance="none", fixed=fixed).checked_task()
     columns: Ints = task.allowed.argmax(axis=1)  # one column of each linear is allowed
     return Solution(columns, "fixed", task.cost_of(columns))
+
+
+def _uniform_columns(table: OptionTable, label: str, rows: Mask, option: str) -> Ints:
+    """Fix rows ([n] mask) to an option, or to the nearest one of no lower precision that they have.
+
+    Raises:
+        UsageError: if no row has the option.
+    """
+    has_option = table.columns_of([option] * len(rows)) >= 0
+    if not has_option.any():
+        return fixed_columns(table, label, rows, option)
+    options = [option] * len(rows)
+    for row in np.flatnonzero(~has_option).tolist():
+        own = map(parse_option, table.options(row))
+        options[row] = str(nearest_option(parse_option(option), own))
+    return np.where(rows, table.columns_of(options), -1)
 
 
 POLICIES: dict[str, Policy] = {

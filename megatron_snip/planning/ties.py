@@ -12,6 +12,9 @@ from megatron_snip.planning.problem import LinearChoices, OptionCost, PlanningPr
 from megatron_snip.planning.settings import PlanSettings
 from megatron_snip.types import glob_matches
 
+TIED = "its operations are fused with those of another linear"
+"""Why a linear has the option of another one."""
+
 
 def merged(
     problem: PlanningProblem, settings: PlanSettings

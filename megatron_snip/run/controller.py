@@ -167,7 +167,7 @@ class SnipController:
         self._before: ControllerState | None = None
         self.model.install()
         # From here on nothing is refused, so a writer may replace the files of a run before.
-        if self.config != config:  # a default target that is out of reach was lowered
+        if self.config != config:  # a default target out of reach, or pins that cannot run
             settings = Settings(self.config.model_dump(mode="json"))
             self._reporter.write(Event(num_done, settings))
         self._start(state, first, num_done)

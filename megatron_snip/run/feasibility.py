@@ -1,7 +1,8 @@
 """Whether any plan satisfies the settings, asked before the first iteration.
 
 A target of the user's that no plan reaches ends the run with an error (`check_settings`). The
-default target is lowered to what the linears can reach, with a warning (`reachable_target`).
+default target is lowered to what the linears can reach, with a warning (`reachable_target`). A pin
+whose glob matches linears that cannot run its option holds for the others (`runnable_pins`).
 """
 
 import math
@@ -9,15 +10,18 @@ from collections.abc import Sequence
 
 from megatron_snip.config import SnipConfig
 from megatron_snip.divergence.quality_loss import unmeasured_problem
-from megatron_snip.errors import InfeasiblePlanError, UsageError, naming_field
+from megatron_snip.errors import InfeasiblePlanError, UsageError, listing, naming_field
 from megatron_snip.linears.availability import AvailableOptions
+from megatron_snip.options import Option
 from megatron_snip.planning.constraints import make_constraints
 from megatron_snip.planning.option_table import make_table
 from megatron_snip.planning.policies import get_policy
 from megatron_snip.planning.problem import PlanningProblem
+from megatron_snip.planning.restrictions import nearest_option, reasons
 from megatron_snip.planning.settings import PlanSettings
-from megatron_snip.planning.ties import merged
+from megatron_snip.planning.ties import TIED, merged
 from megatron_snip.topology import LinearInfo
+from megatron_snip.types import glob_matches, has_wildcards
 
 
 def problem_without_measurements(
@@ -76,6 +80,51 @@ def check_constraints(
     constraints = make_constraints(table, settings, problem.target, None)
     if must_exist:
         constraints.checked_task()
+
+
+def runnable_pins(
+    config: SnipConfig, linears: Sequence[LinearInfo], available: AvailableOptions
+) -> tuple[SnipConfig, list[str]]:
+    """Return the settings with pins that the linears can run, and warnings.
+
+    A linear that matches a glob and cannot run its option gets the nearest option of no lower
+    precision. The glob is then replaced by the names of its linears. A glob whose option no linear
+    can run stays, and so does a pin that names a linear: `check_settings` refuses them.
+
+    Args:
+        config: the run's settings.
+        linears: all linears of the model.
+        available: what they can run.
+    """
+    tied = {name: names for names in available.ties for name in names}
+
+    def can_run(name: str, option: Option) -> bool:
+        refused = available.refusals.get(option, {})
+        return not any(each in refused for each in tied.get(name, (name,)))
+
+    def runnable(name: str, option: Option) -> Option:
+        if can_run(name, option):
+            return option
+        options = [other for other in available.options if can_run(name, other)]
+        return nearest_option(option, options or [available.job[name]])
+
+    pins: list[str] = []
+    warnings = []
+    for pin, (glob, option) in zip(config.pins, config.pin_pairs, strict=True):
+        matching = [each.name for each in linears if glob_matches(each.name, glob)]
+        unable = [name for name in matching if not can_run(name, option)]
+        if not has_wildcards(glob) or not unable or unable == matching:
+            pins.append(pin)
+            continue
+        found = {name: runnable(name, option) for name in matching}
+        pins += [f"{name}={each}" for name, each in found.items()]
+        others = ", ".join(dict.fromkeys(str(found[name]) for name in unable))
+        why = reasons({name: available.refusals[option].get(name, TIED) for name in unable})
+        warnings.append(
+            f"pin {pin}: {len(unable)} of {len(matching)} linears run {others} instead: "
+            f"{listing(unable, 3)}: {why}"
+        )
+    return config.model_copy(update={"pins": tuple(pins)}), warnings
 
 
 def reachable_target(

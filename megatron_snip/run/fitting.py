@@ -22,6 +22,7 @@ from megatron_snip.options import BF16, Option
 from megatron_snip.planning.plan import PrecisionPlan, StageAndFlops, assigned_plan
 from megatron_snip.planning.problem import LinearChoices, OptionCost, PlanningProblem, parse_option
 from megatron_snip.planning.restrictions import Refusals, bits_of, nearest_option, reasons
+from megatron_snip.planning.ties import TIED
 from megatron_snip.run.solve import PendingProblem
 
 
@@ -134,8 +135,7 @@ class Fitting:
             new = nearest_option(finest, can_run)
             for name in names:
                 if linears[name] != new:
-                    why = "its operations are fused with those of another linear"
-                    yield Replacement(name, linears[name], new, why, is_setting=False)
+                    yield Replacement(name, linears[name], new, TIED, is_setting=False)
 
     def problem(self, problem: PlanningProblem) -> PlanningProblem:
         """Return a former run's problem with the stages and options of this run.

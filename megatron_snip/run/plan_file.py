@@ -26,7 +26,7 @@ def check_plan_file(replaced: Sequence[Replacement], config: SnipConfig, num_lin
         names = [each.linear for each in replaced if each.reason == flag]
         if names:
             raise UsageError(
-                f"the plan breaks {flag} ({','.join(values)}) at {len(names)} of "
+                f"the plan breaks {flag} ({listing(values)}) at {len(names)} of "
                 f"{num_linears} linears: {listing(names, 3)}; change one of the two",
                 field="plan_file",
             )

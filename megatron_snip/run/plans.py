@@ -39,6 +39,7 @@ from megatron_snip.run.feasibility import (
     check_settings,
     problem_without_measurements,
     reachable_target,
+    runnable_pins,
 )
 from megatron_snip.run.fitting import Fitting, describe
 from megatron_snip.run.plan_file import check_plan_file, recipe_changes
@@ -92,7 +93,8 @@ class RunPlans:
 
     Attributes:
         config: the settings. If the user gave no target, it has the default one of its formats, or
-            the highest that the linears can reach, if that is less.
+            the highest that the linears can reach, if that is less. Pins are those that the linears
+            can run.
         available: what the linears can run.
         stage_and_flops: (stage, FLOPs per token) by linear.
         fitting: makes plans and problems of another run fit.
@@ -127,9 +129,10 @@ class RunPlans:
         available = available_options(model, config)
         if config.cost == "time" and not config.collect_only:
             available = timed_options(available, model, config, calibration_cache)
-        self.config, warnings = reachable_target(config, model.all_linears, available)
+        config, about_pins = runnable_pins(config, model.all_linears, available)
+        self.config, about_target = reachable_target(config, model.all_linears, available)
         self.available: AvailableOptions = replace(
-            available, warnings=(*available.warnings, *warnings)
+            available, warnings=(*available.warnings, *about_pins, *about_target)
         )
         self.stage_and_flops = {i.name: (i.stage, i.flops_per_token) for i in model.all_linears}
         self.fitting = Fitting(self.config, model, self.available, self.stage_and_flops)

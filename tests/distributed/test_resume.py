@@ -243,7 +243,7 @@ def test_a_new_plan_file_is_the_plan_and_the_same_one_is_not(tmp_path: Path) -> 
             {"pins": "*=bf16", "collect_only": True, "formats": "bf16,fp8,fp4"},
             "the plan breaks --snip-pins .* at 8 of 8 linears",
         ),
-        ({"formats": "bf16,fp8"}, r"the plan breaks --snip-formats \(bf16,fp8\) at 8 of 8"),
+        ({"formats": "bf16,fp8"}, r"the plan breaks --snip-formats \(bf16, fp8\) at 8 of 8"),
         ({"policy": "random"}, "'random' plans before the first iteration"),
     ],
 )

@@ -10,6 +10,7 @@ from megatron.core.models.vision.vit_layer_specs import get_vit_layer_with_local
 from megatron.core.tensor_parallel import ColumnParallelLinear
 from megatron.core.transformer.mlp import MLPSubmodules
 
+from megatron_snip.config import SnipConfig
 from megatron_snip.errors import UnsupportedError
 from megatron_snip.formats import get_format
 from megatron_snip.linears.discovery import (
@@ -81,6 +82,21 @@ def test_the_layers_that_a_job_keeps_in_bf16_become_pins(
         block.config.first_last_layers_bf16 = True
     pins = bf16_layer_pins([blocks], Topology())
     assert pins == tuple(f"encoder.layers.{layer}.*=bf16" for layer in kept)
+
+
+def test_a_pin_of_the_users_counts_in_a_layer_that_the_job_keeps_in_bf16(
+    make_model: MakeModel,
+) -> None:
+    """Two pins of one linear would contradict each other."""
+    model = make_model(num_layers=2)
+    config = model.decoder.config
+    config.first_last_layers_bf16 = True
+    config.num_layers_at_start_in_bf16 = config.num_layers_at_end_in_bf16 = 1
+    pin_of = SnipConfig(pins=("decoder.layers.0.mlp.*=fp8",)).pin_of
+    left = [name for name in IN_LAYER if not name.startswith("mlp")]
+    wanted = {f"decoder.layers.0.{name}=bf16" for name in left} | {"decoder.layers.1.*=bf16"}
+    assert set(bf16_layer_pins([model], Topology(), pin_of)) == wanted
+    assert bf16_layer_pins([model], Topology(), SnipConfig(pins=("*=fp8",)).pin_of) == ()
 
 
 def test_experts_share_a_row(make_model: MakeModel) -> None:

@@ -244,3 +244,19 @@ def test_uniform_policies_ignore_the_target_and_respect_pins() -> None:
     assert f"no option is left for {name_of(1)}" in str(caught.value)
     with pytest.raises(UsageError, match="fp3"):
         plan_under("uniform-fp3", problem)
+
+
+def test_uniform_policies_give_linears_without_the_option_no_lower_precision() -> None:
+    problem = problem_of([[0.0, 1.0]] * 3)
+    first, second, third = problem.linears
+    only = {name: {name: first.options[name]} for name in ("fp8", "fp4")}
+    linears = (
+        first,
+        *(
+            r.model_copy(update={"options": o})
+            for r, o in ((second, only["fp8"]), (third, only["fp4"]))
+        ),
+    )
+    problem = problem.model_copy(update={"linears": linears})
+    assert options_of(plan_under("uniform-fp4", problem)) == ["fp4", "fp8", "fp4"]
+    assert options_of(plan_under("uniform-fp8", problem)) == ["fp8", "fp8", "bf16"]

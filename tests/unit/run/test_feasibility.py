@@ -5,7 +5,7 @@ import pytest
 from megatron_snip.errors import UsageError
 from megatron_snip.options import BF16
 from tests.unit.planning.build import options_of, plan_of
-from tests.unit.run.build import FP4, FP8_JOB, B, C, first, run_plans, state_of
+from tests.unit.run.build import FP4, FP8, FP8_JOB, A, B, C, first, run_plans, state_of
 
 
 @pytest.mark.parametrize(
@@ -59,3 +59,24 @@ def test_linears_that_run_the_job_s_option_only_keep_it_and_lower_the_target() -
     assert plans.first_plan(None, 0).plan.target <= 0.25
     with pytest.raises(UsageError, match=r"best reachable target is 0\.25"):
         run_plans(refusals, FP8_JOB, efficiency_target=0.75).first_plan(None, 0)
+
+
+def test_a_glob_pins_the_linears_that_can_run_its_option() -> None:
+    refusals = {FP8: {B: "its shape is odd"}}
+    plans = run_plans(refusals, formats="bf16,fp8,fp4", pins="*=fp8", efficiency_target=0.0)
+    assert options_of(plans.first_plan(None, 0).plan) == ["fp8", "bf16", "fp8"]
+    assert plans.config.pins == (f"{A}=fp8", f"{B}=bf16", f"{C}=fp8")
+    assert f"pin *=fp8: 1 of 3 linears run bf16 instead: {B}: its shape is odd" in (
+        plans.available.warnings
+    )
+    for pins in (f"{B}=fp8", "*.layers.1.*=fp8"):  # no linear of theirs can run it
+        with pytest.raises(UsageError, match=rf"'fp8' is not an option of '{B}' \(bf16, fp4\)"):
+            first(refusals=refusals, formats="bf16,fp8,fp4", pins=pins)
+
+
+def test_a_glob_pins_no_linear_that_is_tied_to_one_that_cannot_run_its_option() -> None:
+    refusals = {FP8: {B: "its shape is odd"}}
+    plans = run_plans(
+        refusals, ties=((B, C),), formats="bf16,fp8,fp4", pins="*=fp8", efficiency_target=0.0
+    )
+    assert options_of(plans.first_plan(None, 0).plan) == ["fp8", "bf16", "bf16"]
