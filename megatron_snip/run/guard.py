@@ -1,10 +1,10 @@
 """The guard: reverts a plan that makes the loss jump or NaN.
 
-It judges the first 50 iterations after a plan change, and more while a series of spikes lasts;
-loss_monitor.py says what a spike is. At a spike everything that the attempt changed is restored,
-and the iteration runs again under the fallback plan. So no NaN of a judged iteration reaches the
-weights if the plan caused it. The two losses decide (if both are finite, the plan is to blame at
-the tenth spike of a series in any case):
+It judges the first 50 iterations after a plan change, and up to 50 more while a series of spikes
+lasts; loss_monitor.py says what a spike is. At a spike everything that the attempt changed is
+restored, and the iteration runs again under the fallback plan. So no NaN of a judged iteration
+reaches the weights if the plan caused it. The two losses decide (if both are finite, the plan is to
+blame at the tenth spike of a series in any case):
 
     the plan is to blame      it is reverted: the fallback stays, and the plan is refused if it
                               comes again (the last 16 reverted plans are remembered). After the

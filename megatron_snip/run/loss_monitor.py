@@ -1,7 +1,7 @@
 """The judgement of losses after a plan change: which loss is a spike, and whose fault it is.
 
-A new plan is judged for 50 iterations. From the last losses l_i before the change that were no
-spikes (at most 16) come
+A new plan is judged for 50 iterations, and in a series of spikes for up to 50 more. From the last
+losses l_i before the change that were no spikes (at most 16) come
 
     level    the median of the last 8 (the largest, while there are fewer than 8)
     noise    1.4826 / sqrt(2) * median |d_i - median d|,  d_i = l_i - l_(i-1)
@@ -61,7 +61,7 @@ class Watch(Record):
     """A plan that is being judged.
 
     Attributes:
-        left: iterations still to be judged.
+        left: iterations still to be judged; 0 or less in a series of spikes that lasts longer.
         level: the level of the loss before the plan change.
         limit: losses above it are spikes.
         num_spikes: spikes since the loss was last below half of the rise.
@@ -135,7 +135,10 @@ class LossMonitor(Record):
         # Losses between a spike and the return from it are not ordinary ones.
         recent = with_loss if num_spikes == 0 else self.recent
         left = watch.left - 1
-        if left <= 0 and num_spikes == 0:  # a series of spikes is watched to its end
+        # A series of spikes is watched to its end. A loss that stays between half of the rise and
+        # the limit would not end it.
+        has_lasted = left <= -WATCHED_ITERATIONS
+        if left <= 0 and (num_spikes == 0 or has_lasted):
             return LossMonitor(recent=recent)
         update = {"left": left, "num_spikes": num_spikes}
         return LossMonitor(recent=recent, watch=watch.model_copy(update=update))

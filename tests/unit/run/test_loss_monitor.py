@@ -69,6 +69,10 @@ def test_judging_ends_but_not_within_a_series_of_high_losses() -> None:
     assert after([1.99] * WATCHED_ITERATIONS, watching(STEADY)).watch is None
     monitor = after([2.0] * (WATCHED_ITERATIONS - 1) + [3.0, 3.0], watching(STEADY))
     assert monitor.watch is not None
+    # After the spike the loss neither returns nor is above the limit of 2.4.
+    monitor = after([3.0, *[2.3] * (2 * WATCHED_ITERATIONS - 2)], watching(STEADY))
+    assert monitor.watch is not None
+    assert after([2.3], monitor).watch is None
 
 
 @pytest.mark.parametrize("curve", CURVES, ids=[str(c["seed"]) for c in CURVES])
