@@ -47,8 +47,9 @@ def run_once(function: ForwardBackward, **kwargs: Any) -> Results:
 class ReplayableIterator(Iterator[Any]):
     """An iterator over `source` that can be rewound to where it started.
 
-    Each pass gets its own (shallow) copy of a microbatch, because Megatron's scripts replace
-    tensors in it by their copies on the device. Nothing is read ahead.
+    Each pass gets its own copy of a microbatch, which shares the tensors: Megatron's scripts put
+    copies on the device in their place, and those are to be freed with the pass. Nothing is read
+    ahead.
     """
 
     def __init__(self, source: Iterator[Any]) -> None:
@@ -62,11 +63,24 @@ class ReplayableIterator(Iterator[Any]):
             self._taken.append(next(self._source))
         item = self._taken[self._next]
         self._next += 1
-        return copy.copy(item)
+        return _copied_around_tensors(item)
 
     def rewind(self) -> None:
         """Start again from the first microbatch taken."""
         self._next = 0
+
+
+def _copied_around_tensors(microbatch: Any) -> Any:
+    """Return a copy of a microbatch and of the objects in it, with the same tensors.
+
+    Megatron-Bridge's steps move the images inside of a microbatch's `visual_inputs`.
+    """
+    copied = copy.copy(microbatch)
+    if isinstance(copied, dict):
+        for key, value in copied.items():
+            if hasattr(value, "__dict__") and not isinstance(value, torch.Tensor):
+                copied[key] = copy.copy(value)
+    return copied
 
 
 @dataclass

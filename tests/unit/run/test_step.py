@@ -2,7 +2,9 @@
 
 import math
 import random
+import weakref
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -60,6 +62,33 @@ def test_a_step_runs_again_on_the_same_microbatches() -> None:
     for _ in range(2):
         with pytest.raises(StopIteration):
             too_short.run()
+
+
+def test_what_a_pass_moves_to_the_device_is_freed_with_it() -> None:
+    """Text, and images, which Megatron-Bridge's steps replace inside of an object."""
+    images = SimpleNamespace(pixel_values=torch.ones(2), image_grid_thw=None)
+    microbatch = {"tokens": torch.ones(3), "visual_inputs": images, "attention_mask": None}
+    on_device: list[weakref.ref[torch.Tensor]] = []
+
+    def moved(tensor: torch.Tensor) -> torch.Tensor:
+        assert tensor.device.type == "cpu"
+        result = tensor.to("meta")  # stands for a GPU
+        on_device.append(weakref.ref(result))
+        return result
+
+    def forward(data_iterator: Any, model: Any) -> Any:
+        batch = next(data_iterator)
+        batch["tokens"] = moved(batch["tokens"])
+        fields = vars(batch["visual_inputs"])
+        fields["pixel_values"] = moved(fields["pixel_values"])
+        return []
+
+    training = TrainingStep(forward, {"data_iterator": iter([microbatch]), "model": object()})
+    for _ in range(2):
+        training.run()
+        assert all(tensor() is None for tensor in on_device)
+    assert len(on_device) == 4
+    assert images.pixel_values.device.type == "cpu"
 
 
 @pytest.mark.parametrize("data", [None, counting(), [counting(), None]])
