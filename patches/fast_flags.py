@@ -17,8 +17,7 @@ def _stores_weights(args: Namespace) -> bool:
     return given(*names)(args)
 
 
-def _has_megatron_fsdp(args: Namespace) -> bool:
-    return given("use_megatron_fsdp", "use_custom_fsdp")(args)
+_has_megatron_fsdp = given("use_megatron_fsdp")
 
 
 def _gathers_bf16(args: Namespace) -> bool:
@@ -31,17 +30,14 @@ _GRAPHS = ("full_iteration", "transformer_engine")
 def _cuda_graphs(args: Namespace) -> str:
     """Return how a job captures CUDA graphs: `none`, `local` (single layers) or one of `_GRAPHS`.
 
-    Before 0.19 `local` with the scope `full_iteration` captures the complete iteration.
+    Before 0.19 `local` with the scope `full_iteration` captures the complete iteration. Megatron
+    has put flags that it deprecates in the form of the current ones before.
     """
     scopes: list[object] = []
-    for name in ("cuda_graph_modules", "cuda_graph_scope", "cuda_graph_scope_deprecated"):
+    for name in ("cuda_graph_modules", "cuda_graph_scope"):
         value = getattr(args, name, None)
         scopes += value if isinstance(value, list) else [value]
     implementation = str(getattr(args, "cuda_graph_impl", None) or "none")
-    if getattr(args, "external_cuda_graph", False):
-        implementation = "transformer_engine"
-    elif getattr(args, "enable_cuda_graph", False):
-        implementation = "local"
     is_complete = any(str(scope).endswith("full_iteration") for scope in scopes)
     return "full_iteration" if implementation == "local" and is_complete else implementation
 

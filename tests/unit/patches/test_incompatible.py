@@ -29,7 +29,7 @@ ACTIVE: dict[str, dict[str, Any]] = {
         "reuse_grad_buf_for_mxfp8_param_ag": True,
     },
     "--fp8-param-gather or": {"fp4_param": True},
-    "--cuda-graph-impl local": {"enable_cuda_graph": True},
+    "--cuda-graph-impl local": {"cuda_graph_impl": "local"},
     "CUDA graphs with": {
         "cuda_graph_impl": "local",
         "cuda_graph_scope": ["full_iteration"],
@@ -39,14 +39,14 @@ ACTIVE: dict[str, dict[str, Any]] = {
         "cuda_graph_impl": "local",
         "cuda_graph_scope": ["full_iteration"],
     },
-    "--cuda-graph-impl transformer_engine": {"external_cuda_graph": True},
+    "--cuda-graph-impl transformer_engine": {"cuda_graph_impl": "transformer_engine"},
     "--delay-wgrad-compute": {"overlap_dispatch_backward_with_experts_wgrad": True},
     "--overlap-moe": {"overlap_moe_expert_parallel_comm": True, "fp8": "e4m3"},
     "--use-transformer-engine-op-fuser": {"use_transformer_engine_op_fuser": True},
     "--tp-comm-overlap": {"tp_comm_overlap": True},
     "--moe-expert-rank-capacity-factor": {"moe_expert_rank_capacity_factor": 1.5},
     "--use-megatron-fsdp with --fp8": {"use_megatron_fsdp": True, "fp8_param_gather": True},
-    "--use-megatron-fsdp with BF16": {"use_custom_fsdp": True},
+    "--use-megatron-fsdp with BF16": {"use_megatron_fsdp": True},
     "--use-torch-fsdp2": {"use_torch_fsdp2": True},
 }
 """How a row's flag begins -> settings that turn on this row alone."""
@@ -110,7 +110,7 @@ def test_what_can_only_be_measured_says_so_in_the_remedy() -> None:
     ("settings", "flag"),
     [
         ({"cuda_graph_impl": "full_iteration"}, "full_iteration"),
-        ({"enable_cuda_graph": True, "cuda_graph_scope": ["full_iteration"]}, "full_iteration"),
+        ({"cuda_graph_impl": "local", "cuda_graph_scope": ["full_iteration"]}, "full_iteration"),
         ({"cuda_graph_impl": "local", "cuda_graph_scope": "full_iteration"}, "full_iteration"),
         ({"cuda_graph_impl": "transformer_engine"}, "transformer_engine"),
         ({"cuda_graph_impl": "local", "cuda_graph_modules": ["attn"]}, "local"),
