@@ -5,8 +5,10 @@ measured or repeated. The plan would then be logged and not run.
 """
 
 import importlib
+import sys
 from argparse import Namespace
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -25,6 +27,12 @@ def _scaled_moments(args: Namespace) -> bool:
 def _te_is_missing(args: Namespace) -> bool:
     asked = getattr(args, "transformer_impl", None) == "transformer_engine"
     return asked and not importlib.import_module(EXTENSION).HAVE_TE
+
+
+def _inspects_tensors(args: Namespace) -> bool:
+    """Return whether a recipe turns nvidia-dlfw-inspect on, or the script has done so."""
+    api: Any = sys.modules.get("nvdlfw_inspect.api")
+    return given("tensor_inspect")(args) or getattr(api, "DEBUG_MANAGER", None) is not None
 
 
 def _shards_weights(args: Namespace) -> bool:
@@ -113,6 +121,15 @@ INCOMPATIBLE_FLAGS: tuple[FlagRow, ...] = (
         collects="refuses",
         text="statistics are reduced over Megatron-Core's process groups, and it makes others",
         remedy="set it to false",
+    ),
+    FlagRow(
+        "tensor_inspect (nvidia-dlfw-inspect)",
+        _inspects_tensors,
+        plans="refuses",
+        collects="refuses",
+        text="its features can change or switch off the quantization of a linear, and SNIP does "
+        "not see that",
+        remedy="turn it off; SNIP writes statistics of each linear's tensors (health/)",
     ),
     FlagRow(
         "--megatron-fsdp-version 2",

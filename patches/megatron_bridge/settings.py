@@ -51,6 +51,7 @@ def settings_of(cfg: Any, iteration: int = 0) -> Namespace:
             found |= {k: v for k, v in fields.items() if not k.startswith("_")}
     found |= {new: found[old] for old, new in _RENAMED.items() if old in found}
     found |= {"peft": getattr(cfg, "peft", None), "iteration": iteration}
+    found["tensor_inspect"] = getattr(getattr(cfg, "tensor_inspect", None), "enabled", False)
     if found.get("dataloader_type") == "batch":  # fine-tuning: samples differ in length
         found["variable_seq_lengths"] = True
     return Namespace(**found)

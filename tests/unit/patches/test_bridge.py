@@ -319,10 +319,16 @@ def test_flops_of_a_repeated_iteration_count_once(
     assert state._flops_seqlen_sum == 8
 
 
-def test_adapters_are_refused(bridge: FakeBridge, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("name", "section"),
+    [("peft", object()), ("tensor_inspect", SimpleNamespace(enabled=True))],
+)
+def test_adapters_and_tensor_inspection_are_refused(
+    bridge: FakeBridge, capsys: pytest.CaptureFixture[str], name: str, section: Any
+) -> None:
     install_for(["--snip"])
-    cfg = SimpleNamespace(**{**vars(cfg_of()), "peft": object()})
-    assert "peft" in ends_in_one_line(capsys, lambda: bridge.pretrain(cfg))
+    cfg = SimpleNamespace(**{**vars(cfg_of()), name: section})
+    assert name in ends_in_one_line(capsys, lambda: bridge.pretrain(cfg))
 
 
 def test_a_release_without_a_function_is_one_line(

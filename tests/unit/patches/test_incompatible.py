@@ -1,6 +1,8 @@
 """Each of Megatron's settings that SNIP treats apart: what is refused, in a line each."""
 
 import argparse
+import sys
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -22,6 +24,7 @@ ACTIVE: dict[str, dict[str, Any]] = {
     "peft": {"peft": "lora"},
     "distillation": {"teacher": "provider"},
     "dist.use_decentralized_pg": {"use_decentralized_pg": True},
+    "tensor_inspect": {"tensor_inspect": True},
     "--megatron-fsdp-version 2": {"megatron_fsdp_version": 2},
     "--exp-avg-dtype": {"exp_avg_dtype": torch.float16},
     "--fp8-param-gather with": {
@@ -80,6 +83,16 @@ def test_each_setting_turns_on_its_row_and_only_that(collect_only: bool) -> None
         with pytest.raises(UnsupportedError) as error:
             check_flags(args, collect_only)
         assert error.value.messages == (refusal,) and "\n" not in refusal
+
+
+def test_inspection_that_a_script_has_turned_on_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    inspector: Any = ModuleType("nvdlfw_inspect.api")
+    inspector.DEBUG_MANAGER = None
+    monkeypatch.setitem(sys.modules, "nvdlfw_inspect.api", inspector)
+    assert check_flags(argparse.Namespace(), collect_only=False) == ()
+    inspector.DEBUG_MANAGER = "manager"
+    with pytest.raises(UnsupportedError, match="--snip cannot run with tensor_inspect"):
+        check_flags(argparse.Namespace(), collect_only=False)
 
 
 def test_all_refusals_come_at_once() -> None:
