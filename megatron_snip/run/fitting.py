@@ -73,6 +73,8 @@ class Fitting:
     def plan(self, plan: PrecisionPlan) -> tuple[PrecisionPlan, list[Replacement]]:
         """Return a plan as this run allows it, and what had to change.
 
+        Its efficiencies are those of this run's pipeline stages and lowest precision.
+
         Args:
             plan: a plan of the same linears, of this run or another one.
 
@@ -93,11 +95,15 @@ class Fitting:
         for replacement in list(self._untied(linears, refusals)):
             replaced.append(replacement)
             linears[replacement.linear] = replacement.new
-        if not replaced:
-            return plan, []
         lowest = self._config.lowest_format
         fitted = assigned_plan(linears, self._stage_and_flops, lowest, plan.policy, plan.iteration)
-        return fitted, replaced
+        if replaced:
+            return fitted, replaced
+        # A plan of this layout that counts seconds has efficiencies that FLOPs do not give.
+        if self._config.cost == "time" and len(plan.stages) == len(fitted.stages):
+            return plan, []
+        update = {"efficiency": fitted.efficiency, "stages": fitted.stages}
+        return plan.model_copy(update=update), []
 
     def _replacement(self, name: str, old: Option, refusals: Refusals) -> Replacement | None:
         """Return what a linear gets in place of an option; None if it keeps it."""

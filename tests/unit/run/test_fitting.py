@@ -20,7 +20,16 @@ def test_plans_of_other_machines_lose_no_precision() -> None:
         "1 of 3 linears run fp8 instead of fp4: no",
         "1 of 3 linears run bf16 instead of fp4: no",
     )
-    assert run_plans({FP8: {C: "no"}}).fitting.plan(plan) == (plan, [])
+    kept, replaced = run_plans({FP8: {C: "no"}}).fitting.plan(plan)
+    assert (options_of(kept), replaced) == (["fp4", "fp4", "fp4"], [])
+
+
+def test_a_plan_of_another_layout_gets_the_efficiencies_of_this_one() -> None:
+    """Export reads the number of stages, and healing the efficiency."""
+    plan = plan_of(["fp8", "fp4", "fp4"], efficiency=1.0, stages=(1.0,), objective=0.25)
+    kept, _ = run_plans().fitting.plan(plan)
+    wanted = {"efficiency": 0.75, "stages": (0.0, 1.0)}
+    assert kept == plan.model_copy(update=wanted)
 
 
 def test_tied_linears_get_one_option() -> None:
