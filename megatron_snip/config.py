@@ -150,7 +150,8 @@ class PlanFields(Section):
 
     heal_order: Literal["plan", "forward", "backward"] = "plan"
     """What healing raises first: `plan` (what the quality losses say), `forward` (fprop) or
-    `backward` (dgrad and wgrad); the last two need granularity gemm and cost flops."""
+    `backward` (dgrad and wgrad). The last two need granularity gemm and cost flops, and no
+    pipeline_balance stage."""
 
     formats: tuple[str, ...] = (AUTO,)
     """Formats that a plan may use, comma separated. The one with the fewest bits is the lowest
@@ -196,8 +197,9 @@ class GuardFields(Section):
     """Protection of training against a bad plan."""
 
     guard: bool = True
-    """Watch the loss after a plan change. If it is NaN or jumps, repeat the iteration with the
-    plan before it. If that helps, keep that plan, and measure again."""
+    """Watch the loss after a plan change. If it is NaN or jumps, repeat the iteration under the
+    former plan. If that helps, go back to that plan (and after the first time measure again at
+    once)."""
 
     guard_sigmas: Annotated[float, Field(ge=0.0, le=1e6)] = 6.0
     """Smallest rise of the loss that counts as a jump, in standard deviations of its noise from
@@ -270,7 +272,7 @@ class SnipConfig(ScheduleFields, MeasureFields, PlanFields, GuardFields, ReportF
                 "or cost flops",
                 field="heal_order",
             )
-        # It lowers the slowest stage at every target, also at the 0 that healing ends with.
+        # `bottleneck` keeps the slowest stage low also at the 0 that healing ends with.
         if self.pipeline_balance == "bottleneck" and self.has_schedule:
             raise UsageError(
                 "'bottleneck' keeps the slowest stage in the lowest precision at every target; "

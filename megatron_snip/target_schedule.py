@@ -55,8 +55,11 @@ class TargetSchedule:
         rise = after.target - before.target
         num_steps = math.ceil(abs(rise) / RAMP_STEP - 1e-9)  # (0.75 - 0.6) / 0.05 is above 3
         num_steps = max(1, num_steps)
-        part = (iteration - before.iteration) / (after.iteration - before.iteration)
-        return round(before.target + rise * round(part * num_steps) / num_steps, 9)
+        length = after.iteration - before.iteration
+        elapsed = iteration - before.iteration
+        # The nearest step; in integers, so that halves are rounded up and steps are equally long.
+        steps_done = (2 * num_steps * elapsed + length) // (2 * length)
+        return round(before.target + rise * steps_done / num_steps, 9)
 
 
 def parse_points(texts: Iterable[str]) -> tuple[Point, ...]:

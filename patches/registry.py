@@ -334,7 +334,7 @@ class Registry:
             patches: some of `patches`; by default all.
 
         Raises:
-            UnsupportedError: if a function is missing or lacks a parameter; nothing is changed.
+            UnsupportedError: if a function is missing or lacks a parameter; none is replaced.
         """
         self.session.with_snip = self.session.with_snip or "--snip" in asked
         patches = self.patches if patches is None else patches

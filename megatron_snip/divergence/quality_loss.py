@@ -34,7 +34,8 @@ by Frobenius norms, like the bound in the paper. The three scores:
     norms     = sum of |C| (|A| |Q(B) - B| + |Q(A) - A| |B|)
 
 The functions that compute scores raise KeyError if a format of the option was not measured, and
-ValueError or OverflowError if a sum has no root or is too large; a table has NaN there.
+ValueError or OverflowError if a sum has no root or is too large. `divergence_table` makes NaN of
+these.
 
 Quality loss is both divergences in one number:
 
@@ -139,8 +140,8 @@ def divergence_table(
     Args:
         table: The statistics.
         options: The options that a linear may choose, in the order of `enumerate_options`. A linear
-            that no backward reached may choose that of its pin only, or else the one of the most
-            bits that it can run.
+            that no backward reached keeps one option: that of its pin, or without a pin the one of
+            the most bits that it can run.
         lowest_format: The lowest precision among the formats.
         config: SNIP's settings, of which `loss_divergence`, `weight_lambda` and `pins` are used.
         refusals: The options that linears cannot run.

@@ -8,13 +8,13 @@ as a block-scaled tensor-core GEMM does up to the order of its accumulation. On 
 dequantized operands of large GEMMs are BF16 (`matmul_fp32`). A bf16 GEMM is a plain product in
 its operands' dtype; only a wgrad that is added into an FP32 `main_grad` has an FP32 result.
 
-The autograd function has those features of Megatron's own that pretraining uses: the all-gather of
-the input over the tensor-parallel group under sequence parallelism (in the forward, and overlapped
-with dgrad in the backward), the reduce-scatter or all-reduce of the input gradient overlapped with
-wgrad, accumulation into `main_grad` with `grad_added_to_main_grad`, bias, and frozen weights. The
-forward saves this rank's X for the backward. Where the copy of X for wgrad (dequantized, BF16 or
-FP32) takes no more memory than X, the forward quantizes X for both GEMMs at once, and saves that
-copy instead.
+The autograd function has those features of Megatron's own autograd function that pretraining uses:
+the all-gather of the input over the tensor-parallel group under sequence parallelism (in the
+forward, and overlapped with dgrad in the backward), the reduce-scatter or all-reduce of the input
+gradient overlapped with wgrad, accumulation into `main_grad` with `grad_added_to_main_grad`, bias,
+and frozen weights. The forward saves this rank's X for the backward. Where the copy of X for wgrad
+(dequantized, BF16 or FP32) takes no more memory than X, the forward quantizes X for both GEMMs at
+once, and saves that copy instead.
 
 Shapes: M tokens, K in_features, N out_features.
 """

@@ -34,7 +34,7 @@ def make_plan(
         settings: The constraints and the policy.
         previous: The current plan, from which `settings.change_penalty` counts changes. The policy
             `snip` starts from it, and keeps it unless it finds a better one. For policies that
-            order linears or GEMMs the penalty only breaks ties: between options of a linear that
+            order linears or GEMMs the penalty only decides between options of a linear that
             count equally towards the target.
         iteration: Megatron's (1-based) iteration at which the plan is asked for; 0 before training.
 
@@ -49,7 +49,7 @@ def make_plan(
     start = time.monotonic()
     if previous is not None:
         previous.check_against(problem.names)
-    # Linears that must have one option (ties) are one linear from here until `spread`.
+    # Tied linears (ties.py: they must have the same option) are one linear until `spread`.
     merged_problem, merged_settings = merged(problem, settings)
     policy = get_policy(settings.policy, merged_problem)
     table = make_table(merged_problem, settings.cost)

@@ -109,7 +109,7 @@ class SnipController:
             topology: this rank's place in the parallel layout; by default Megatron's.
             solver: what solves on rank 0; by default a process of its own.
             microbatch_tokens: samples of a microbatch times their length; None if they vary.
-            encoder_tokens: those that an encoder reads, if they are others: of a T5.
+            encoder_tokens: the same for the encoder, where it reads another number (a T5).
             calibration_cache: a file of rank 0 that stores measured seconds for a resumed run.
             train_iters: the last iteration of the run; healing needs it.
             num_done: iterations that the weights were trained for; with a state, its iteration
@@ -133,7 +133,7 @@ class SnipController:
         self._plans = RunPlans(config, self.model, train_iters, calibration_cache)
         self.config = self._plans.config
 
-        # The reporter comes first: what follows may warn.
+        # What follows may warn through the reporter. What was found above is reported here.
         self.metrics = StepMetrics(topology)
         self._control = topology.control
         self._reporter = Reporter(writers, logs=topology.rank == 0)
@@ -274,7 +274,8 @@ class SnipController:
         self._has_trained = True
         self._guard.read_loss()
         metrics = self._current.step_times.end_iteration(metrics)
-        metrics["lowest_precision_fraction"] = self._plans.lowest_precision_share(self.plan)
+        share = self._plans.lowest_precision_share(self.plan)
+        metrics["lowest_precision_fraction"] = share  # its name in metrics.jsonl
         metrics |= self.evaluations.take_metrics()
         self._reporter.write(Event(iteration, Metrics(metrics)))
 

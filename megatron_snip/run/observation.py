@@ -3,8 +3,8 @@
 begin          the linears of one part are chosen; the sensitivities of their weights are gathered
 observing_step their forward and backward are observed while the iteration runs; with fused MLPs in
                an additional, unfused run before it (`observe_unfused`)
-end            all-reduces over ranks; adds the part to the next running mean of the statistics
-complete       after the last part: that is the running mean from now on
+end            all-reduces over ranks; adds the part to the growing running mean of the statistics
+complete       after the last part: the growing mean becomes the running mean
 measurement    statistics -> divergences -> planning problem
 """
 
@@ -273,8 +273,8 @@ class Observations:
     def suffice(self) -> bool:
         """Whether the linears were measured in every format of the options: enough for a plan.
 
-        Linears without a measurement do not count: frozen first layers, and experts that got no
-        tokens.
+        Linears that no measurement reached may lack them: frozen first layers, and experts that got
+        no tokens.
         """
         if self.mean is None:
             return False

@@ -50,8 +50,7 @@ _HEALTH_SQUARES = ("input_square", "weight_square", "grad_in_dgrad_square")
 """The squares of the same X, W and G."""
 
 _LOSS_CHANGES = ("first", "fisher", "aligned_fisher")
-"""The columns that estimate the change of the loss; `totals` makes them of sums over output
-features."""
+"""The columns that estimate the change of the loss; `totals` makes them of `PartialSums.tokens`."""
 
 
 class PartialSums(NamedTuple):
@@ -107,8 +106,8 @@ class _TokenPair(NamedTuple):
 
     Attributes:
         input: Q(X), [tokens, K].
-        grad_output: Q(G), [tokens, output features]. In the pair of single tokens it has only the
-            rows that dgrad is measured on, and `input` has all; of tiles both have the same rows.
+        grad_output: Q(G), [tokens, output features]. Of single tokens it has only the rows
+            that dgrad is measured on, while `input` has all; of tiles both have the same rows.
         original_grad_output: G before it was quantized; for wgrad after the format's Hadamard
             transform, if it has one.
     """

@@ -196,6 +196,12 @@ def test_a_ramp_is_linear_to_within_half_a_step() -> None:
         assert abs(target - (0.8 - 0.7 * k / 400)) <= RAMP_STEP / 2 + 1e-9
 
 
+def test_a_ramps_steps_are_equally_long() -> None:
+    found = targets(list(range(9000, 9501)), target_schedule="0:0,200:0.75,9000:0.5,9500:~0")
+    changes = [9000 + k for k in range(1, 501) if found[k] != found[k - 1]]
+    assert changes == list(range(9025, 9500, 50))
+
+
 def test_healing_ends_at_zero_before_the_run() -> None:
     for start in (9000.0, 0.9):
         healed = targets([8999, 9000, 9498, 9995, 10_000], heal_from=start, target_schedule="5:0.6")

@@ -115,7 +115,7 @@ class RecipeTELinear:
         self._overlap = Overlap(module)
         self._hooks: list[Any] = []
         # Transformer Engine's recipe object for which the module has quantizers, or None.
-        self._quantizers_recipe: Any = None
+        self._te_recipe_of_quantizers: Any = None
 
     @property
     def option(self) -> Option:
@@ -139,7 +139,7 @@ class RecipeTELinear:
             self.planned_params = quant_params(self._planned_recipe)
         if self.stored is not None:
             self.stored.keeps_copies = not self.runs_as_job
-        self._quantizers_recipe = None
+        self._te_recipe_of_quantizers = None
         reset_quantizers(self.module)
 
     @property
@@ -206,9 +206,9 @@ class RecipeTELinear:
         """Set the module's recipe from now on; idempotent."""
         if self._hooks:
             return
-        # First among the forward hooks: so its tap is the innermost operation on the output, and
-        # the last of them to run in the backward. It reads the weight, which under Megatron-FSDP is
-        # complete only after FSDP's own hook has gathered it in the backward.
+        # This hook runs before the other forward hooks. So its tap is the innermost operation on
+        # the output, whose backward comes after those of their operations. Under Megatron-FSDP one
+        # of those gathers the weight, which the tap reads.
         tap = self.module.register_forward_hook(self._after_forward, with_kwargs=True, prepend=True)
         self._hooks = [
             self.module.register_forward_pre_hook(self._before_forward, with_kwargs=True),
@@ -279,15 +279,15 @@ class RecipeTELinear:
             drop_nvfp4_without_columns(module)
         if self.stored is not None and params is not self._job_params:
             self.stored.override()
-        if self._quantizers_recipe is not None:
+        if self._te_recipe_of_quantizers is not None:
             # A replayed CUDA graph writes the job's recipe into `fp8_meta`. Transformer Engine
             # would then see the plan's recipe as a new one, and free quantized weights that
             # captured kernels write to.
-            module.fp8_meta["recipe"] = self._quantizers_recipe
+            module.fp8_meta["recipe"] = self._te_recipe_of_quantizers
 
     def _after_forward(self, module: Any, args: Any, kwargs: Any, result: Any = None) -> Any:
         if module.fp8_initialized:  # not after a forward in BF16
-            self._quantizers_recipe = module.fp8_meta.get("recipe")
+            self._te_recipe_of_quantizers = module.fp8_meta.get("recipe")
         return with_tap(self, self._runtime.observer, args, kwargs, result)
 
 
