@@ -17,7 +17,8 @@ from megatron_snip.cli.commands import build_parser
 from megatron_snip.cli.train import read_settings
 from megatron_snip.directory import OWN_FOLDERS, mark, mark_new_run, run_id
 from megatron_snip.errors import UsageError
-from megatron_snip.reporting.run_directory import drop_later_iterations
+from megatron_snip.reporting.events import Event, Metrics
+from megatron_snip.reporting.run_directory import RunDirectory, drop_later_iterations
 from megatron_snip.trainer.checkpoint import (
     POINTER,
     SETTINGS,
@@ -29,7 +30,9 @@ from megatron_snip.trainer.checkpoint import (
 )
 from megatron_snip.trainer.config import TrainConfig, make_train_config
 from megatron_snip.trainer.launch import is_rank, launch, settings_of_ranks
-from megatron_snip.trainer.session import check_run, run_directories
+from megatron_snip.trainer.session import check_run, make_writers, run_directories
+
+accumulators = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
 
 
 def load(*words: str) -> TrainConfig:
@@ -368,3 +371,20 @@ def test_ranks_know_which_settings_were_given() -> None:
     of_rank = make_train_config(json.loads(settings_of_ranks(config)))
     assert of_rank == config
     assert "efficiency_target" not in of_rank.snip.model_fields_set  # so the run may lower it
+
+
+def test_a_resumed_run_replaces_the_points_after_its_checkpoint_in_tensorboard(
+    tmp_path: Path,
+) -> None:
+    """Iterations 1 to 4 were done, the checkpoint is of iteration 2, and the run resumes."""
+    for done, last, loss in ((0, 4, 9.0), (2, 3, 1.0)):
+        config = TrainConfig(run_dir=tmp_path / "run", tensorboard_dir=tmp_path / "run" / "board")
+        _, writer = make_writers(config, RunDirectory(tmp_path / "run"), done)
+        assert done or not (tmp_path / "run" / "board").exists()  # nothing is written yet
+        for iteration in range(done + 1, last + 1):
+            writer.write(Event(iteration, Metrics({"loss": loss})))
+        writer.close()
+    events = accumulators.EventAccumulator(str(tmp_path / "run" / "board"))
+    events.Reload()
+    points = [(event.step, event.value) for event in events.Scalars("snip/1_loss")]
+    assert points == [(1, 9.0), (2, 9.0), (3, 1.0)]
