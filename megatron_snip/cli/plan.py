@@ -8,7 +8,7 @@ import argparse
 import json
 import sys
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import get_args
 
@@ -28,7 +28,7 @@ from megatron_snip.planning.policies import get_policy, policy_names
 from megatron_snip.planning.problem import OptionCost, PlanningProblem, read_problem
 from megatron_snip.planning.settings import PlanSettings
 from megatron_snip.reporting.text import SOLVER_NOISE, column, quality, seconds
-from megatron_snip.types import split_linear_name
+from megatron_snip.types import glob_matches, split_linear_name
 
 INFEASIBLE = 3
 """Exit status where no plan satisfies the constraints."""
@@ -60,7 +60,10 @@ def add_planning_flags(parser: argparse.ArgumentParser) -> None:
         "bottleneck: over the model, with the slowest stage as fast as possible [none]"
     )
     add("--pipeline-balance", choices=get_args(PipelineBalance), help=text)
-    text = "fix the option of these linears, e.g. 'decoder.layers.0.*=fp8'; may be repeated"
+    text = (
+        "fix the option of these linears, e.g. 'decoder.layers.0.*=fp8'; may be repeated. Other "
+        "linears keep the run's pins, which are in the problem file"
+    )
     add("--pin", metavar="GLOB=OPTION", type=_pair, dest="pins", action="append", help=text)
     for which in ("first", "last"):
         text = f"fix the option of the {which} N layers (of the decoder, and of an encoder)"
@@ -144,6 +147,7 @@ def inputs_from(args: argparse.Namespace) -> tuple[PlanningProblem, PlanSettings
     if args.calibration is not None:
         problem = with_seconds(problem, read_calibration(args.calibration))
     pins = (*settings.pins, *_edge_pins(problem, args))
+    pins = (*pins, *_pins_of_the_run(problem, pins))
     return problem, settings.model_copy(update={"pins": pins})
 
 
@@ -162,6 +166,17 @@ def _edge_pins(problem: PlanningProblem, args: argparse.Namespace) -> Iterator[t
         for block in sorted(layers_of):
             for layer in sorted(layers_of[block], reverse=is_last)[:count]:
                 yield f"{block}.layers.{layer}.*", option
+
+
+def _pins_of_the_run(
+    problem: PlanningProblem, given: Sequence[tuple[str, str]]
+) -> Iterator[tuple[str, str]]:
+    """Yield the pins in the problem file, for linears that match no given pin."""
+    for glob, option in problem.pins:
+        matching = [name for name in problem.names if glob_matches(name, glob)]
+        free = [n for n in matching if not any(glob_matches(n, other) for other, _ in given)]
+        for each in [glob] if free == matching else free:
+            yield each, option
 
 
 def _pair(text: str) -> tuple[str, str]:

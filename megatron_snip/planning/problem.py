@@ -8,7 +8,8 @@ The file, schema version 1, holds exactly these keys:
                                        "seconds": number (optional),
                                        "scores": {NAME: number | null} (optional)}}}],
      "target": number,
-     "ties": [[NAME, ...], ...] (optional)}
+     "ties": [[NAME, ...], ...] (optional),
+     "pins": [[GLOB, OPTION], ...] (optional)}
 
 A run writes one such file at every refresh.
 """
@@ -22,7 +23,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from megatron_snip.errors import UsageError
+from megatron_snip.errors import UsageError, naming_field
 from megatron_snip.files import Label, read_json, read_record, write_atomic
 from megatron_snip.options import Option
 
@@ -36,6 +37,7 @@ STRICT = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=Fals
 _Magnitude = Annotated[float, Field(ge=-1e150, le=1e150)]
 _NonNegative = Annotated[float, Field(ge=0.0, le=1e150)]
 _Tie = Annotated[tuple[str, ...], Field(min_length=2, strict=False)]
+_Pin = Annotated[tuple[Label, Label], Field(strict=False)]
 _Share = Annotated[float, Field(ge=0.0, le=1.0)]
 
 parse_option = lru_cache(maxsize=4096)(Option.parse)
@@ -98,13 +100,15 @@ class PlanningProblem(BaseModel):
     """A problem for the planner; see the file's description.
 
     Raises:
-        UsageError: if two linears have the same name.
+        UsageError: if two linears have the same name, or a pin's option is unknown.
 
     Attributes:
         version: Version of the file's schema.
         linears: The linears, in the order in which plans and tables list them.
         target: The least efficiency of a plan, in [0, 1].
         ties: Names of linears that must have the same option, in groups of two or more.
+        pins: (glob, option) pairs: the pins of the run that wrote the problem. `make_plan` uses
+            those of its settings only; `megatron-snip plan` and `pareto` add these.
     """
 
     model_config = STRICT
@@ -113,6 +117,14 @@ class PlanningProblem(BaseModel):
     linears: Annotated[tuple[LinearChoices, ...], Field(min_length=1, strict=False)]
     target: _Share
     ties: Annotated[tuple[_Tie, ...], Field(strict=False)] = ()
+    pins: Annotated[tuple[_Pin, ...], Field(strict=False)] = ()
+
+    @model_validator(mode="after")
+    def _check_pins(self) -> Self:
+        with naming_field("pins"):
+            for _, option in self.pins:
+                parse_option(option)
+        return self
 
     @model_validator(mode="after")
     def _check_ties(self) -> Self:
@@ -159,8 +171,11 @@ class PlanningProblem(BaseModel):
 
         So the interpreter lock is never held for long, however large the problem is.
         """
-        ties = f'"ties": {json.dumps(self.ties)}, ' if self.ties else ""
-        head = f'"version": {self.version}, "target": {json.dumps(self.target)}, {ties}'
+        head = f'"version": {self.version}, "target": {json.dumps(self.target)}, '
+        if self.ties:
+            head += f'"ties": {json.dumps(self.ties)}, '
+        if self.pins:
+            head += f'"pins": {json.dumps(self.pins)}, '
         yield f'{{{head}"linears": ['
         separator = ""
         for linear in self.linears:

@@ -295,6 +295,8 @@ class Observations:
         """
         divergences = self._divergences(warn=self._topology.rank == 0)
         problem = self._available.restrict(planning_problem(divergences, target))
+        pins = self._config.planning_values()["pins"]
+        problem = problem.model_copy(update={"pins": pins})
         table = divergences.statistics
         found = self._progress.health
         linears = tuple(found[linear.name] for linear in table.linears if linear.name in found)

@@ -66,6 +66,17 @@ def test_flags_reach_the_planner(
     assert printed_options(printed, problem, *words) == options
 
 
+def test_the_pins_of_the_run_hold_where_no_other_pin_does(tmp_path: Path, printed: Any) -> None:
+    pinned = PROBLEM.model_copy(update={"pins": (("*.layers.[01].*", "fp8"),)})
+    file = tmp_path / "pinned.json"
+    write_problem(pinned, file)
+    assert printed_options(printed, file) == ["fp8", "fp8", "fp4", "fp4"]
+    words = ["--pin", "*.layers.0.*=bf16", "--target", "0.25"]
+    assert printed_options(printed, file, *words) == ["bf16", "fp8", "fp4", "fp8"]
+    points = json.loads(printed("pareto", file, "--targets", "0.5,0.75", "--json"))
+    assert [point["status"] for point in points] == ["optimal", "infeasible"]
+
+
 def test_changes_have_a_price(problem: str, previous: str, printed: Any) -> None:
     words = [problem, "--previous", previous, "--change-penalty"]
     assert printed_options(printed, *words, "0.1") == ["fp4", "fp4", "fp8", "fp8"]

@@ -78,6 +78,7 @@ GOOD: dict[str, Any] = {
         },
     ],
     "target": 0.75,
+    "pins": [["decoder.layers.*", "fp8"]],
 }
 
 

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from megatron_snip.config import SnipConfig
+from megatron_snip.linears.availability import AvailableOptions
 from megatron_snip.options import Option
 from megatron_snip.run.observation import Observations
 from megatron_snip.statistics.records import StatisticsTable
@@ -38,3 +39,16 @@ def test_linears_must_have_been_measured_in_every_format(
     assert not observations.suffice()
     observations.load_state_dict(StatisticsTable(5, 2.0, tuple(rows)))
     assert observations.suffice() == enough
+
+
+def test_a_problem_has_the_pins_of_the_run() -> None:
+    """So that `megatron-snip plan` makes the run's plan from its file."""
+    runtime = SimpleNamespace(topology=Topology())
+    model: Any = SimpleNamespace(
+        runtime=runtime, chunks=[], all_linears=MEASURED, measured_formats=lambda _: {}
+    )
+    options = tuple(map(Option.uniform, ("fp8", "fp4")))
+    config = SnipConfig(formats=("fp8", "fp4"), pins=("*.layers.0.*=fp8-fp8-fp8",))
+    observations = Observations(config, model, AvailableOptions(options, {}), None)
+    observations.load_state_dict(StatisticsTable(5, 2.0, tuple(MEASURED)))
+    assert observations.measurement(0.5).problem.pins == (("*.layers.0.*", "fp8"),)
