@@ -1,15 +1,19 @@
 """`megatron-snip train`: train a Llama-style GPT, as launcher or as one of torchrun's ranks."""
 
 import argparse
+import logging
 import os
 from pathlib import Path
 
 from megatron_snip.cli.common import integer
 from megatron_snip.config import SnipConfig
 from megatron_snip.errors import UsageError
-from megatron_snip.flags import add_flags, given_values
+from megatron_snip.flags import add_flags, flag_name, given_values
+from megatron_snip.log import warn_once_per_job
 from megatron_snip.trainer.config import TrainConfig, TrainFields, check_ranks, load_train_config
 from megatron_snip.trainer.launch import default_num_ranks, is_rank, launch, train_as_rank
+
+logger = logging.getLogger(__name__)
 
 EPILOG = """\
 Settings come from a YAML file (--config), from flags, or both; flags override the file. The names
@@ -47,6 +51,10 @@ def run(args: argparse.Namespace) -> int:
         UsageError: for bad input; nothing is written then.
     """
     config = read_settings(args)
+    ignored = ignored_flags(args, config)
+    if ignored:
+        flags = ", ".join(ignored)
+        warn_once_per_job(logger, f"without --snip these flags have no effect: {flags}")
     if not is_rank():
         ranks = args.nproc_per_node or default_num_ranks(config)
         check_ranks(config, ranks)
@@ -69,3 +77,16 @@ def read_settings(args: argparse.Namespace) -> TrainConfig:
     values = given_values(args, TrainFields)
     snip = given_values(args, SnipConfig, "snip-")
     return load_train_config(args.config, values, snip, args.snip_config)
+
+
+def ignored_flags(args: argparse.Namespace, config: TrainConfig) -> list[str]:
+    """Return the flags of SNIP's settings that have no effect, because nobody turned SNIP on.
+
+    Settings of a file count, unless it turns SNIP off itself (`enabled: false`).
+    """
+    given = set(given_values(args, SnipConfig, "snip-"))
+    if config.snip.enabled or "enabled" in given:
+        return []
+    if "enabled" not in config.snip.model_fields_set:
+        given |= config.snip.model_fields_set - {"formats"}  # `make_train_config` sets it
+    return [flag_name("snip-", name) for name in SnipConfig.model_fields if name in given]

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from megatron_snip.cli.commands import build_parser
-from megatron_snip.cli.train import read_settings
+from megatron_snip.cli.train import ignored_flags, read_settings
 from megatron_snip.directory import OWN_FOLDERS, mark, mark_new_run, run_id
 from megatron_snip.errors import UsageError
 from megatron_snip.reporting.events import Event, Metrics
@@ -47,6 +47,23 @@ def test_flags_win_over_the_file_field_by_field(tmp_path: Path) -> None:
     assert (config.num_layers, config.lr, config.bf16) == (8, 2e-3, False)
     assert (config.snip.interval, config.snip.efficiency_target) == (7, 0.5)
     assert config.snip.enabled
+
+
+def test_settings_of_snip_without_snip_are_named(tmp_path: Path) -> None:
+    def ignored(*words: str) -> list[str]:
+        args = build_parser("train").parse_args(["train", *words])
+        return ignored_flags(args, read_settings(args))
+
+    file = tmp_path / "snip.yaml"
+    file.write_text("interval: 50")
+    target = ("--snip-efficiency-target", "0.5")
+    both = ["--snip-efficiency-target", "--snip-formats"]
+    assert ignored(*target, "--snip-formats", "fp8") == both
+    assert ignored("--snip-config", str(file)) == ["--snip-interval"]
+    assert ignored(*target, "--snip") == ignored(*target, "--no-snip") == ignored() == []
+    file.write_text("{interval: 50, enabled: false}")
+    assert ignored("--snip-config", str(file)) == []
+    assert ignored("--snip-config", str(file), *target) == ["--snip-efficiency-target"]
 
 
 def test_defaults_that_follow_other_fields() -> None:
