@@ -35,6 +35,9 @@ class _PlainConsole(Console):
     def render_str(self, text: str, **options: Any) -> Text:
         return super().render_str(printable(text, keep="\n"), **options)
 
+    def on_broken_pipe(self) -> None:
+        raise BrokenPipeError  # rich's own would exit with 1; `main` handles it for all commands
+
 
 def console() -> Console:
     """Return a console for tables."""
