@@ -219,7 +219,7 @@ class PrecisionFile:
         Raises:
             UsageError: if the file is malformed.
         """
-        if value and not value.keys() & {"configs", "matchers"}:
+        if "matchers" not in value:
             raise UsageError(f"{source} is no precision file of Megatron: no 'matchers'")
         self.source = source
         self.configs = checked(dict[Any, Any], value.get("configs") or {}, f"{source}: configs")

@@ -172,7 +172,7 @@ def read(config: dict[str, Any], base: str = "bf16") -> list[str]:
 
 
 def test_what_does_not_match_or_does_not_apply_stays_at_the_base() -> None:
-    assert read({}) == ["bf16", "bf16"]
+    assert read({"matchers": {}}) == ["bf16", "bf16"]
     assert read({"configs": None, "matchers": None}, "nvfp4") == ["nvfp4", "nvfp4"]
     silent = a_file(glob("*fc1", "mx"), mx={"fp8_quantization_recipe": "mxfp8"})
     assert read(silent) == ["bf16", "bf16"]  # Megatron ignores it in a BF16 run
@@ -190,7 +190,9 @@ def one(**fields: Any) -> dict[str, Any]:
     ("config", "why"),
     [
         ({"decoder.layers.0.mlp.linear_fc1": "fp8"}, "no precision file of Megatron"),
-        ({"configs": 3}, "configs: must be a valid dictionary, got 3"),
+        ({}, "no precision file of Megatron"),
+        ({"configs": {"mx": {}}}, "no 'matchers'"),  # Megatron would crash
+        ({"configs": 3, "matchers": {}}, "configs: must be a valid dictionary, got 3"),
         ({"matchers": {"a": 3}}, "matchers: a: must be a valid dictionary, got 3"),
         (a_file(glob("*", "mx", type="regex"), mx=MX), r"matchers: 0\.type: must be 'glob', got"),
         (a_file(glob("*", "nv"), mx=MX), r"0\.config: must be one of the configs \(mx\), got 'nv'"),
