@@ -13,11 +13,13 @@ A line of the file holds any number of words, quoted as in a shell; `#` begins a
 file `@` has no meaning. Later words win, as they do on the command line.
 """
 
+import ast
 import logging
 import os
 import runpy
 import shlex
 import sys
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -59,7 +61,8 @@ def prepare_script(words: Sequence[str]) -> Path:
         The script, for `run_script`.
 
     Raises:
-        UsageError: if there is no such script, or no such `@FILE`.
+        UsageError: if there is no such script, or no such `@FILE`, or if the script is a file of
+            data.
         SystemExit: with status 2 on a bad flag, or if Megatron lacks a function that SNIP needs.
     """
     on_cpu = words[0] == CPU_FLAG
@@ -69,6 +72,7 @@ def prepare_script(words: Sequence[str]) -> Path:
     script = Path(rest[0])
     if not script.is_file():
         raise UsageError(f"cannot find the script '{script}'")
+    _check_python(script)
     sys.argv = rest  # as `python SCRIPT` would set both
     if not sys.flags.safe_path:  # python -P keeps scripts' directories out
         sys.path[0] = str(script.resolve().parent)
@@ -84,6 +88,30 @@ def prepare_script(words: Sequence[str]) -> Path:
     start = ["-m", "megatron_snip", *([CPU_FLAG] if on_cpu else [])]
     sys.argv[1:] = install_for(rest[1:], start)
     return script
+
+
+def _check_python(script: Path) -> None:
+    """Refuse a file that cannot be read, and one without `.py` that is no Python.
+
+    A script imports something. JSON can be Python, but imports nothing.
+    """
+    try:
+        with script.open("rb") as stream:
+            text = stream.read(MAX_BYTES)
+    except OSError as error:
+        raise UsageError(f"cannot read the script '{script}': {error.strerror}") from None
+    if script.suffix.startswith(".py"):  # its errors are its own
+        return
+    try:
+        with warnings.catch_warnings(action="ignore"):  # of "\/", which is JSON
+            statements = list(ast.walk(ast.parse(text)))
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        statements = []
+    if not any(isinstance(each, ast.Import | ast.ImportFrom) for each in statements):
+        raise UsageError(
+            f"'{script}' is no Python script; a command comes before its file: megatron-snip "
+            f"COMMAND {script}"
+        )
 
 
 def run_script(script: Path) -> int:

@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from megatron_snip.cli.common import integer, new_table
-from megatron_snip.directory import check_plain
 from megatron_snip.errors import UsageError
 from megatron_snip.files import read_json
 from megatron_snip.output import console, csv_text
 from megatron_snip.reporting.run_record import (
     Divergences,
+    check_run_directory,
     last_refresh,
     numbered_files,
     parse_divergences,
@@ -125,7 +125,7 @@ def _print_health(health: HealthTable) -> None:
 
 def _find(folder: Path, iteration: int | None) -> Path:
     run = folder.parent
-    check_plain(run)
+    check_run_directory(run)
     files = numbered_files(folder)
     if not files:
         raise UsageError(f"no statistics in '{run}': a refresh writes {folder}/<iteration>.json")

@@ -5,6 +5,7 @@ escapes all text, since names and settings come from files.
 """
 
 import base64
+import os
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,6 @@ from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 from matplotlib.figure import Figure
 
-from megatron_snip.directory import check_plain
 from megatron_snip.errors import SnipError, UsageError, listing, printable
 from megatron_snip.planning.planner import frontier
 from megatron_snip.planning.settings import PlanSettings
@@ -23,6 +23,7 @@ from megatron_snip.reporting.run_record import (
     Divergences,
     MetricRows,
     RunRecord,
+    check_run_directory,
     only_bf16,
     plan_spans,
     read_metrics,
@@ -46,12 +47,13 @@ def read_reference(path: Path) -> Reference:
     Raises:
         UsageError: if there are no metrics, or a plan's file is bad; one line.
     """
-    if not path.exists():
+    if not os.path.exists(path):  # unlike Path's, it raises nothing
         raise UsageError(f"cannot find the reference '{path}'; give a run or its metrics.jsonl")
-    if path.is_dir():
-        check_plain(path)
-    metrics = read_metrics(path / "metrics.jsonl" if path.is_dir() else path)
-    if path.is_dir():
+    is_directory = path.is_dir()
+    if is_directory:
+        check_run_directory(path)
+    metrics = read_metrics(path / "metrics.jsonl" if is_directory else path)
+    if is_directory:
         folder = path
         is_bf16 = only_bf16(plan_spans(path, metrics))
     else:

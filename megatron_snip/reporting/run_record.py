@@ -274,6 +274,22 @@ def only_bf16(spans: Iterable[PlanSpan]) -> bool:
     return all(set(span.plan.linears.values()) <= {BF16} for span in spans)
 
 
+def check_run_directory(path: Path) -> None:
+    """Refuse what is no directory, cannot be read, or holds links in place of a run's files.
+
+    Raises:
+        UsageError: one line.
+    """
+    try:
+        if not path.exists():
+            raise UsageError(f"cannot find the run directory '{path}'")
+        if not path.is_dir():
+            raise UsageError(f"'{path}' is a file; give the run's directory")
+        check_plain(path)
+    except OSError as error:
+        raise UsageError(f"cannot read '{error.filename}': {error.strerror}") from None
+
+
 def read_run(path: Path) -> RunRecord:
     """Read a run's directory.
 
@@ -281,11 +297,7 @@ def read_run(path: Path) -> RunRecord:
         UsageError: if it is not a run directory, no iteration has ended, or a file is damaged or
             a link.
     """
-    if not path.exists():
-        raise UsageError(f"cannot find the run directory '{path}'")
-    if not path.is_dir():
-        raise UsageError(f"'{path}' is a file; give the run's directory")
-    check_plain(path)
+    check_run_directory(path)
     settings = path / "config.yaml"
     versions = path / "versions.json"
     inside = path / "snip"
@@ -330,7 +342,7 @@ def read_metrics(path: Path) -> MetricRows:
             rows.pop()  # the run went back to a checkpoint
         rows.append(row)
     if not rows:
-        raise UsageError(f"'{path.parent}' has no metrics yet: no iteration has ended")
+        raise UsageError(f"'{path}' has no metrics yet: no iteration has ended")
     return MetricRows(tuple(rows))
 
 

@@ -27,6 +27,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     linear = {"name": "a", "options": {"fp4": {"rel_error": "inf"}}}
     table = {"version": 2, "iteration": 8, "linears": [linear]}
     (folder / "run/divergences/8.json").write_text(json.dumps(table))
+    (folder / "empty").touch()
+    (folder / "loop").symlink_to("loop")
     return folder
 
 
@@ -36,6 +38,9 @@ BAD = {
     "": [
         ("none.py", "cannot find the script 'none.py'"),
         ("--cpu", "--cpu needs a script"),
+        ("problem.json", "no Python script; a command comes before its file: megatron-snip"),
+        ("--cpu run/config.yaml", "'run/config.yaml' is no Python script"),
+        ("empty", "'empty' is no Python script"),
         ("nonsense", "unknown command 'nonsense'; commands are train, plan"),
         ("--snip none.py", "'--snip' comes before the script; the order is: torchrun"),
         ("torchrun none.py --snip", "-m megatron_snip [--cpu] none.py ARGS --snip"),
@@ -84,12 +89,19 @@ BAD = {
         ("run --iteration 20", "no refresh at 20 in"),
         ("run --iteration x", "--iteration: must be an integer from 1"),
         ("run/divergences", "no statistics"),
+        ("none", "cannot find the run directory 'none'"),
+        ("plan.json", "'plan.json' is a file; give the run's directory"),
+        ("loop", "cannot find the run directory 'loop'"),
+        ("x" * 300, "File name too long"),
         ("run --iteration 7", "7.json': version 1"),
         ("run --iteration 8", "options.fp4.rel_error: must be a valid number, got 'inf'"),
     ],
     "report": [
         ("none", "cannot find the run directory 'none'"),
         ("run --reference none", "cannot find the reference 'none'"),
+        ("run --reference " + "x" * 300, "cannot find the reference"),
+        ("run --reference empty", "'empty' has no metrics yet"),
+        ("x" * 300, "File name too long"),
         ("run --output run/config.yaml", "cannot write"),
         ("", "the following arguments are required: RUN"),
     ],
@@ -114,6 +126,7 @@ BAD = {
     "import --problem problem.json --output new.json": [
         ("absent.yaml", "'absent.yaml': No such file or directory"),
         ("plan.json", "'plan.json' is no precision file of Megatron: no 'matchers'"),
+        ("empty", "'empty' is no precision file of Megatron: no 'matchers'"),
         ("", "the following arguments are required: FILE.yaml"),
     ],
     "doctor": [("--jsno", "unknown flag '--jsno'")],
