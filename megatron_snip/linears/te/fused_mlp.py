@@ -13,7 +13,7 @@ The linears can round differently. So a measured iteration runs once more, with 
 operations, and that pass trains (`Observations.observing_step`).
 
 The planner gives both linears of such an MLP one option (`PlanningProblem.ties`). Its two kinds are
-TEFusedMLP, and experts with `_with_fused_impl` (Megatron-Core 0.17 and later).
+TEFusedMLP, and experts with `_with_fused_impl` (Megatron-Core 0.18 and later).
 """
 
 import sys

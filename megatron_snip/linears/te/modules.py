@@ -257,6 +257,9 @@ def padded_tokens(config: Any) -> int:
     run = RunPrecision.of(config)
     if not run.kind:
         return 0
+    # Where experts run fused operations Megatron pads for their kernels, whatever the recipe.
+    if getattr(config, "use_transformer_engine_op_fuser", False):
+        return 256
     # Megatron pads for a custom recipe as for one that it knows.
     padded_as = recipe_of(run) or ("blockwise" if run.kind == "fp8" else "nvfp4")
     return RECIPES[padded_as].token_multiple

@@ -9,6 +9,7 @@ import torch
 from megatron.core.enums import Fp4Recipe, Fp8Recipe
 from megatron.core.extensions import transformer_engine as extension
 from megatron.core.transformer.moe import moe_utils
+from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_snip.errors import UsageError
 from megatron_snip.files import checked
@@ -148,6 +149,11 @@ def test_the_largest_multiple_of_a_mixed_recipe_counts() -> None:
         ({"fp8": "hybrid", "fp8_recipe": "delayed"}, {"bf16", "blockwise", "tensorwise"}),
         ({"fp8": "e4m3", "fp8_recipe": "mxfp8"}, {"bf16", "blockwise", "mxfp8", "tensorwise"}),
         ({"fp4": "e2m1"}, {"bf16", "blockwise", "mxfp8", "nvfp4", "tensorwise"}),
+        (
+            {"fp8": "e4m3", "fp8_recipe": "mxfp8", "use_transformer_engine_op_fuser": True},
+            {"bf16", "blockwise", "mxfp8", "nvfp4", "tensorwise"},
+        ),
+        ({"fp8": None, "use_transformer_engine_op_fuser": True}, {"bf16"}),
     ],
 )
 def test_experts_run_what_their_tokens_are_padded_for(
@@ -167,6 +173,9 @@ def test_padding_is_megatron_s_own() -> None:
         for name in names
         for recipe in (name, str(name.value))
     ]
-    for case in (*cases, {"fp8": None, "fp4": "e2m1", "fp4_recipe": Fp4Recipe.nvfp4}):
-        config = SimpleNamespace(**case, use_transformer_engine_op_fuser=False)
+    # Experts with fused operations are in Megatron-Core from 0.18 on.
+    may_fuse = hasattr(TransformerConfig, "use_transformer_engine_op_fuser")
+    every = [*cases, {"fp8": None, "fp4": "e2m1", "fp4_recipe": Fp4Recipe.nvfp4}]
+    for case, is_fused in itertools.product(every, {False, may_fuse}):
+        config = SimpleNamespace(**case, use_transformer_engine_op_fuser=is_fused)
         assert padded_tokens(config) == moe_utils.get_align_size_for_quantization(config)
