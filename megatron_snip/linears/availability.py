@@ -131,8 +131,8 @@ def _log_recipes(formats: Sequence[str], machine: Machine) -> None:
     if machine.run.kind and not machine.run_recipe:
         warn_once_per_job(
             logger,
-            f"snip: no plan can have the run's own recipe ({machine.run.flags}): linears run the "
-            "recipes above",
+            f"snip: the run's own recipe ({machine.run.flags}) counts as fp8: the linears that the "
+            "run gives it keep it where their option is fp8; it is measured as the fp8 above",
         )
     for line in (*conflicting_settings(machine), *unmeasured_settings(formats, machine)):
         warn_once_per_job(logger, f"snip: {line}")

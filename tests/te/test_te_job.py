@@ -6,8 +6,11 @@ import pytest
 import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from megatron_snip.config import SnipConfig
+from megatron_snip.linears.availability import resolve_formats
 from megatron_snip.linears.model import PlannedModel
 from megatron_snip.linears.te.job import job_recipe
+from megatron_snip.options import Option
 from megatron_snip.topology import Topology
 from tests.models import SEQUENCE, build, losses
 
@@ -98,3 +101,20 @@ def test_layers_whose_forward_and_backward_overlap_run_fp4_where_megatron_opens_
     opens_fp8_alone = hasattr(model_chunk_schedule_plan, "get_fp8_context")
     wanted = "bf16" if opens_fp8_alone else "nvfp4"
     assert job_recipe(module, "decoder.layers.0.mlp.linear_fc1").fprop == wanted
+
+
+def test_a_custom_recipe_of_the_job_counts_as_fp8_in_plans_and_in_the_log(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    factory = "megatron_snip.linears.te.quantizers.nvfp4_mxfp8_bf16"
+    model = build(fp8="e4m3", fp8_recipe="custom", fp8_quantizer_factory=factory)
+    with caplog.at_level("INFO", "megatron_snip"):
+        resolve_formats(SnipConfig(), [model], None)
+    custom = "snip: the run's own recipe (--fp8-format e4m3 --fp8-recipe custom) counts as fp8: "
+    assert custom in caplog.text
+    under = PlannedModel([model], Topology(), seed=7)
+    under.install()
+    for option, ran in (("mxfp8", ("mxfp8",) * 3), ("fp8", ("nvfp4", "mxfp8", "bf16"))):
+        under.apply({linear.name: Option.uniform(option) for linear in under.linears})
+        losses(model)
+        assert {linear.module.seen[-1] for linear in under.linears} == {ran}
