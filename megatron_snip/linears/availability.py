@@ -29,7 +29,7 @@ from megatron_snip.linears.te.machine import (
     unmeasured_settings,
 )
 from megatron_snip.linears.te.modules import te_kind, weights_of
-from megatron_snip.linears.te.recipe_table import RunPrecision
+from megatron_snip.linears.te.recipe_table import RECIPES, RunPrecision
 from megatron_snip.log import warn_once_per_job
 from megatron_snip.options import Option, formats_in
 from megatron_snip.planning.calibration import CalibrationTable, with_seconds
@@ -230,6 +230,8 @@ def available_options(model: PlannedModel, config: SnipConfig) -> AvailableOptio
         if refused:
             which = f"{len(refused)} linears" if option in options else "any linear"
             warnings.append(f"{option} is not available to {which}: {reasons(refused)}")
+    if model.backend == "te" and model.runtime.microbatch_tokens is None:
+        warnings += _about_varying_lengths(options, model.machine)
     return AvailableOptions(
         options,
         refusals,
@@ -238,6 +240,18 @@ def available_options(model: PlannedModel, config: SnipConfig) -> AvailableOptio
         ties=ties,
         lowest_format=config.lowest_format,
     )
+
+
+def _about_varying_lengths(options: Iterable[Option], machine: Machine) -> list[str]:
+    """Return at most one line: what the tokens of microbatches must be that SNIP cannot check."""
+    recipes = [te_support(name, machine)[0] for option in options for name in option.formats]
+    multiple = max((RECIPES[recipe].dim_multiple for recipe in recipes if recipe), default=1)
+    if multiple == 1:
+        return []
+    return [
+        f"microbatches vary in length: pad each of them to a multiple of {multiple} tokens on each "
+        "rank, or Transformer Engine ends the job at the first one that does not fit"
+    ]
 
 
 def option_refusals(model: PlannedModel, options: Iterable[Option]) -> dict[Option, dict[str, str]]:

@@ -52,9 +52,23 @@ def settings_of(cfg: Any, iteration: int = 0) -> Namespace:
     found |= {new: found[old] for old, new in _RENAMED.items() if old in found}
     found |= {"peft": getattr(cfg, "peft", None), "iteration": iteration}
     found["tensor_inspect"] = getattr(getattr(cfg, "tensor_inspect", None), "enabled", False)
-    if found.get("dataloader_type") == "batch":  # fine-tuning: samples differ in length
-        found["variable_seq_lengths"] = True
+    found["variable_seq_lengths"] = _lengths_vary(cfg.dataset)
     return Namespace(**found)
+
+
+def _lengths_vary(dataset: Any) -> bool:
+    """Return whether microbatches may differ in length.
+
+    Samples for pretraining have one length. Others do if they are padded to it, and not packed
+    when a batch is put together.
+    """
+    from megatron.core.datasets.gpt_dataset import GPTDatasetConfig
+
+    if isinstance(dataset, GPTDatasetConfig):
+        return False
+    options = getattr(dataset, "dataset_kwargs", None) or {}  # of a text dataset
+    is_padded = getattr(dataset, "pad_to_max_length", options.get("pad_to_max_length", False))
+    return not is_padded or getattr(dataset, "enable_in_batch_packing", False)
 
 
 def set_for_cpu(cfg: Any) -> None:

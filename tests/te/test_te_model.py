@@ -107,8 +107,15 @@ def test_the_backend_must_fit_the_linears() -> None:
         assert len(under.linears) == 8
 
 
-def available(model: Any, **settings: Any) -> AvailableOptions:
-    return available_options(PlannedModel([model], Topology(), 0), SnipConfig(**settings))
+def available(model: Any, tokens: int | None = 1024, **settings: Any) -> AvailableOptions:
+    under = PlannedModel([model], Topology(), 0, microbatch_tokens=tokens)
+    return available_options(under, SnipConfig(**settings))
+
+
+def test_microbatches_of_varying_length_are_to_be_padded() -> None:
+    assert not available(build(), formats=("bf16", "mxfp8")).warnings
+    (text,) = available(build(), tokens=None, formats=("bf16", "mxfp8")).warnings
+    assert "vary in length: pad each of them to a multiple of 32 tokens on each rank" in text
 
 
 @pytest.mark.parametrize(
@@ -225,7 +232,9 @@ def test_a_plan_file_runs_as_the_machine_can(
     )
     writers = [RunDirectory(tmp_path / "run")]
     with caplog.at_level(logging.WARNING, "megatron_snip"):
-        run = SnipController(config, [model], None, writers=writers, topology=Topology())
+        run = SnipController(
+            config, [model], None, writers=writers, topology=Topology(), microbatch_tokens=1024
+        )
     assert set(map(str, run.plan.linears.values())) == {runs}
     assert len(ours(caplog)) == bool(warning) and warning in caplog.text
     losses(model)

@@ -225,6 +225,7 @@ def available(linears: Sequence[Linear], **settings: Any) -> AvailableOptions:
     model: Any = SimpleNamespace(
         linears=linears,
         all_linears=linears,
+        backend="simulate",
         runtime=SimpleNamespace(topology=Topology()),
         job_options=dict,
         ties=tuple,

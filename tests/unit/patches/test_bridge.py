@@ -11,6 +11,7 @@ from typing import Any
 from unittest.mock import MagicMock
 
 import pytest
+from megatron.core.datasets.gpt_dataset import GPTDatasetConfig
 
 from megatron_snip.bridge import SnipCallback, SnipConfig
 from megatron_snip.errors import UsageError
@@ -159,12 +160,37 @@ def test_a_recipes_settings_have_the_names_of_megatron_lm() -> None:
     )
     assert (args.fp8, args.fp8_recipe, args.num_experts) == ("hybrid", "tensorwise", 4)
     assert args.fp16 is False and args.seq_length == 16  # the model's own win
-    assert not hasattr(args, "_cache") and not hasattr(args, "variable_seq_lengths")
-    tuned = SimpleNamespace(**{**vars(CFG), "dataset": SimpleNamespace(dataloader_type="batch")})
-    assert settings_of(tuned).variable_seq_lengths
+    assert not hasattr(args, "_cache")
     in_core = SimpleNamespace(transformer=SimpleNamespace(num_layers=7), vocab_size=3)
     args = settings_of(SimpleNamespace(**{**vars(CFG), "model": in_core}))
     assert args.num_layers == 7 and args.vocab_size == 3
+
+
+class Pretraining(GPTDatasetConfig):
+    """Bridge's checks its fields later, too."""
+
+    def __init__(self) -> None:
+        self.dataloader_type = "single"
+
+
+@pytest.mark.parametrize(
+    ("dataset", "vary"),
+    [
+        (Pretraining(), False),
+        (SimpleNamespace(dataloader_type="external"), True),
+        (SimpleNamespace(dataloader_type="batch", dataset_kwargs=None), True),
+        (SimpleNamespace(dataloader_type="cyclic", dataset_kwargs={}), True),
+        (SimpleNamespace(dataset_kwargs={"pad_to_max_length": True}), False),
+        (SimpleNamespace(dataloader_type="cyclic", pad_to_max_length=False), True),
+        (SimpleNamespace(dataloader_type="cyclic", pad_to_max_length=True), False),
+        (SimpleNamespace(pad_to_max_length=True, enable_in_batch_packing=True), True),
+    ],
+)
+def test_samples_of_fine_tuning_vary_in_length_unless_they_are_padded(
+    dataset: Any, vary: bool
+) -> None:
+    cfg = SimpleNamespace(**{**vars(CFG), "dataset": dataset})
+    assert settings_of(cfg).variable_seq_lengths is vary
 
 
 def test_a_cpu_run_sets_what_a_release_has() -> None:
