@@ -7,6 +7,9 @@ communication:
 
     fprop = forward       dgrad = with dX - forward       wgrad = with dX and dW - with dX
 
+The first two are timed with a frozen weight: its forward quantizes X for fprop alone, and not for
+wgrad as well.
+
 What an option with several formats takes beside its GEMMs (`mixed_s`) is measured too: the median
 of its time less its GEMMs' times, over the options that the linear can run.
 """
@@ -239,9 +242,9 @@ def measure(
             inputs = [x, weight] if weight.requires_grad else [x]
             torch.autograd.grad(forward(), inputs, g)
 
-        fprop = least_s(forward, device, budget_s)
         total = least_s(both, device, budget_s)
         weight.requires_grad_(False)
+        fprop = least_s(forward, device, budget_s)
         with_dgrad = least_s(both, device, budget_s)
         return fprop, with_dgrad - fprop, total - with_dgrad
 

@@ -4,8 +4,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
 
 from megatron_snip.formats import FORMATS
+from megatron_snip.linears import calibrate
+from megatron_snip.linears.calibrate import TimedLinear, TimedShape, measure
+from megatron_snip.options import Option
 from megatron_snip.planning.calibration import read_calibration
 from megatron_snip.planning.plan import PrecisionPlan
 from megatron_snip.planning.problem import write_problem
@@ -28,6 +33,44 @@ def test_every_format_is_measured_at_every_shape(tmp_path: Path, printed: Any) -
     assert table.machine and "torch" in table.versions
     assert all(set(entry.seconds) == set(FORMATS) for entry in table.linears)
     assert "nvfp4" in text and "64 tokens" in text
+
+
+def test_quantizing_x_for_wgrad_counts_as_wgrad(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A linear does it in the forward, unless its weight is frozen; with a clock of our own."""
+    now = 0.0
+
+    def add(seconds: float) -> None:
+        nonlocal now
+        now += seconds
+
+    class Product(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+            add(1.0)
+            return x.new_zeros(len(x), len(weight))
+
+        @staticmethod
+        def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor | None]:
+            add(2.0)  # dX
+            has_wgrad = ctx.needs_input_grad[1]
+            add(4.0 if has_wgrad else 0.0)
+            return torch.zeros(8, 4), torch.zeros(6, 4) if has_wgrad else None
+
+    def linear(shape: TimedShape, option: Option, x: Tensor) -> TimedLinear:
+        weight = torch.zeros(shape.out_features, shape.in_features, requires_grad=True)
+
+        def forward() -> Tensor:
+            add(0.5 if weight.requires_grad else 0.0)
+            y: Tensor = Product.apply(x, weight)  # type: ignore[no-untyped-call]
+            return y
+
+        return forward, weight
+
+    monkeypatch.setattr(calibrate, "simulated_linear", linear)
+    monkeypatch.setattr(calibrate.time, "perf_counter", lambda: now)
+    shape = TimedShape(out_features=6, in_features=4, tokens=8, norm="", options="fp8")
+    found = measure(shape, None, torch.device("cpu"), budget_s=1e-6)
+    assert found.seconds["fp8"] == {"fprop": 1.0, "dgrad": 2.0, "wgrad": 4.5}
 
 
 def test_a_table_serves_planning_by_time(tmp_path: Path, printed: Any) -> None:
