@@ -165,8 +165,8 @@ def run(args: argparse.Namespace) -> int:
     if args.to == "te-precision":
         return _export_precision_file(plan, about, args)
     of_the_run = ("fp8_recipe", "fp8_format", "fp4_recipe")
-    for flag in ("capability", *of_the_run, "pipeline_stages", "chunk_layers"):
-        if getattr(args, flag) is not None:
+    for flag in ("capability", *of_the_run, "fp8_param", "pipeline_stages", "chunk_layers"):
+        if getattr(args, flag) not in (None, False):
             raise UsageError(f"{flag_name('', flag)} is for --to te-precision; leave it out")
     if args.to == "yaml":
         options = {name: str(option) for name, option in plan.linears.items()}
