@@ -384,6 +384,8 @@ def _conflicts(c: TrainConfig) -> Iterator[str]:
         yield f"min_lr {c.min_lr:g} must not be larger than lr {c.lr:g}"
     if c.lr_warmup_iters >= c.train_iters:
         yield f"lr_warmup_iters {c.lr_warmup_iters} must be less than train_iters {c.train_iters}"
+    if c.snip.output_dir is not None:
+        yield "snip.output_dir is for Megatron's scripts; here SNIP's files go to run_dir"
 
 
 def _indivisible(pairs: list[tuple[int, str, int, str]]) -> Iterator[str]:

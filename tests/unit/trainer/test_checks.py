@@ -128,6 +128,7 @@ BAD = [
     ("--overlap-param-gather", "needs use_distributed_optimizer"),
     ("--min-lr 1", "min_lr 1 must not be larger than lr 0.003"),
     ("--lr-warmup-iters 150", "must be less than train_iters 150"),
+    ("--snip-output-dir x", r"snip\.output_dir is for Megatron's scripts"),
     ("--num-experts 4 --moe-router-topk 5", "moe_router_topk 5 is more than num_experts 4"),
     ("--num-experts 4 --moe-router-topk 1", "moe_router_topk 1 gives the router no gradient"),
     ("--num-experts 4 --tensor-model-parallel-size 2", "parallel_size 2 needs sequence_parallel"),
