@@ -66,7 +66,10 @@ def add_planning_flags(parser: argparse.ArgumentParser) -> None:
     )
     add("--pin", metavar="GLOB=OPTION", type=_pair, dest="pins", action="append", help=text)
     for which in ("first", "last"):
-        text = f"fix the option of the {which} N layers (of the decoder, and of an encoder)"
+        text = (
+            f"fix the option of the {which} N layers of each block: decoder, encoder and "
+            "multi-token prediction"
+        )
         add(f"--{which}-layers", metavar="N=OPTION", type=_edge, help=text)
     text = "what efficiency counts: FLOPs in the lowest precision, or seconds saved [flops]"
     add("--cost", choices=get_args(EfficiencyMeasure), help=text)
@@ -74,10 +77,10 @@ def add_planning_flags(parser: argparse.ArgumentParser) -> None:
     add("--calibration", metavar="TABLE.json", type=Path, help=text)
     add = parser.add_argument_group("solver").add_argument
     add("--policy", metavar="NAME", help=f"{', '.join(policy_names())} [snip]")
-    add("--time-limit", metavar="S", dest="time_limit_s", help="most seconds of solving [30]")
+    add("--time-limit", metavar="S", dest="time_limit_s", help="most seconds to solve a plan [30]")
     add("--gap", metavar="F", help="relative gap at which solving stops [0.001]")
     add("--workers", metavar="N", help="threads; 1 is deterministic [1]")
-    add("--seed", metavar="N", help="seed of the solver and of 'random' [0]")
+    add("--seed", metavar="N", help="seed of the solver and of 'random', 'random-gemm' [0]")
 
 
 def run(args: argparse.Namespace) -> int:
