@@ -65,7 +65,7 @@ def run(args: argparse.Namespace) -> int:
         if os.environ["RANK"] == "0":
             raise
         return 2  # every rank refuses the same input; rank 0 prints it
-    return 0
+    return 0  # also after a signal, see `trainer.launch`
 
 
 def read_settings(args: argparse.Namespace) -> TrainConfig:

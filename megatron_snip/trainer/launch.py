@@ -9,9 +9,13 @@ Bad input ends in one line and exit code 2. Any other failure ends with exit cod
 killed rank, else the earliest error that a rank wrote. After a signal the exit code is 75
 (EX_TEMPFAIL: run the command again) if the ranks saved a checkpoint, else 128 + its number.
 
-If RANK and WORLD_SIZE are set, as torchrun sets them, the process is a rank itself. Importing this
-module does not import torch. Without a GPU the launcher imports it after it has started the ranks,
-while they do the same; for the store where they meet, which must outlive each of them.
+If RANK and WORLD_SIZE are set, as torchrun sets them, the process is a rank itself. Such a rank
+ends with 0 after a signal and a checkpoint: at any other status torchrun ends the other ranks and
+fails with 1, and `launch/slurm.sbatch` queues the job again only after 0.
+
+Importing this module does not import torch. Without a GPU the launcher imports it after it has
+started the ranks, while they do the same; for the store where they meet, which must outlive each of
+them.
 """
 
 from __future__ import annotations
