@@ -124,7 +124,7 @@ def _momentum(shard: Shard) -> tuple[Tensor, Tensor]:
     return torch.full_like(m, 1.0 / d if d else math.inf), m
 
 
-def _muon(shard: Shard) -> tuple[Tensor, Tensor]:
+def _muon(part_rows: Sequence[int], shard: Shard) -> tuple[Tensor, Tensor]:
     m = shard.state["momentum_buffer"].float().view(shard.shape)
     group = shard.group
     # A change of m as errors of wgrad are: random, larger where gradients are, as large as FP4's.
@@ -132,8 +132,8 @@ def _muon(shard: Shard) -> tuple[Tensor, Tensor]:
     change = torch.randn(m.shape, generator=generator).to(m.device)
     change *= m.norm(dim=1).outer(m.norm(dim=0))
     change *= MUON_CHANGE * m.norm() / change.norm().clamp(min=1e-30)
-    update = _orthogonalized(m)
-    moved = _orthogonalized(m + change) - update
+    update = _orthogonalized_parts(m, part_rows)
+    moved = _orthogonalized_parts(m + change, part_rows) - update
     # How much of a gradient's change reaches what is orthogonalized. The
     # settings' names depend on the package of the optimizer.
     beta = group.get("momentum", group.get("momentum_beta", 0.95))
@@ -141,6 +141,30 @@ def _muon(shard: Shard) -> tuple[Tensor, Tensor]:
     share = (1.0 - beta) * (1.0 + beta if is_nesterov else 1.0)
     d = share / float(change.norm() + 1e-30) * float(moved.norm())
     return torch.full_like(m, 1.0 / d if d else math.inf), update
+
+
+def _muon_part_rows(inner: Any, parameter: Tensor) -> Sequence[int]:
+    """Return the rows of what Megatron's Muon orthogonalizes one by one, in each query group.
+
+    They are the queries, keys and values of a QKV weight, unless the job has
+    `--muon-no-split-qkv`. Empty for other weights, and for other makes of Muon: they orthogonalize
+    a weight as one matrix.
+    """
+    is_split = getattr(inner, "split_qkv", False) and inner.is_qkv_fn(parameter)
+    if not is_split:
+        return ()
+    # Megatron 0.19 has them at the parameter as well, and prefers these.
+    return tuple(getattr(parameter, "qkv_split_shapes", None) or inner.qkv_split_shapes)
+
+
+def _orthogonalized_parts(x: Tensor, part_rows: Sequence[int]) -> Tensor:
+    """Return `_orthogonalized` of a matrix, or of its parts (`_muon_part_rows`) one by one."""
+    if not part_rows:
+        return _orthogonalized(x)
+    groups = x.view(-1, sum(part_rows), x.shape[1])
+    parts = torch.split(groups, list(part_rows), dim=1)
+    found = [_orthogonalized(part.flatten(0, 1)).view_as(part) for part in parts]
+    return torch.cat(found, dim=1).view_as(x)
 
 
 def _orthogonalized(x: Tensor) -> Tensor:
@@ -176,7 +200,7 @@ def optimizer_shards(optimizer: Any) -> dict[Tensor, Shard]:
             state = {name: local(value) for name, value in inner.state.get(main_param, {}).items()}
             weight = model_weight(parameter)
             is_complete = end - start == weight.numel()
-            rule = _rule(inner, state, group, weight.shape, is_complete)
+            rule = _rule(inner, main_param, state, group, weight.shape, is_complete)
             shards[weight] = Shard(start, end, parameter, weight.shape, state, group, rule)
     return shards
 
@@ -237,6 +261,7 @@ def _owned(part: Any, inner: Any) -> Iterator[tuple[Tensor, Tensor, int, int]]:
 
 def _rule(
     inner: Any,
+    main_param: Tensor,
     state: Mapping[str, Any],
     group: Mapping[str, Any],
     shape: torch.Size,
@@ -246,6 +271,7 @@ def _rule(
 
     Args:
         inner: torch's optimizer.
+        main_param: the parameter that it steps.
         state: the shard's state; an optimizer is known by what its state holds.
         group: settings of the parameter's group.
         shape: shape of the complete parameter.
@@ -259,7 +285,9 @@ def _rule(
                 return partial(_adafactor, names)
         if "momentum_buffer" in known:
             is_muon = hasattr(inner, "orthogonalize") or "ns_steps" in group
-            return _muon if is_muon else _momentum
+            if not is_muon:
+                return _momentum
+            return partial(_muon, _muon_part_rows(inner, main_param))
     is_unknown = bool(known - {"step"}) and "exp_avg_sq" not in known
     if is_matrix and is_unknown:
         warn_once_per_job(

@@ -129,6 +129,36 @@ def test_d_over_the_update_is_that_of_the_real_step(
         assert sizes == pytest.approx([1.0] * 5, rel=tolerance), sizes
 
 
+@pytest.mark.parametrize("has_shapes", ["optimizer", "parameter"])
+def test_muon_of_megatron_orthogonalizes_queries_keys_and_values_one_by_one(
+    has_shapes: str,
+) -> None:
+    """Two query groups, each of 4 rows of queries, 2 of keys and 3 of values."""
+    generator = torch.Generator().manual_seed(3)
+    rows = torch.tensor([0] * 4 + [1] * 2 + [2] * 3).repeat(2)
+    qkv = torch.nn.Parameter(torch.zeros(len(rows), 8))
+    grad = torch.randn(qkv.shape, generator=generator)
+    parts = [torch.nn.Parameter(qkv.detach()[rows == i]) for i in range(3)]
+    other = torch.nn.Parameter(torch.zeros_like(qkv))
+    optimizer: Any = torch.optim.Muon([qkv, *parts, other], lr=1.0)
+    optimizer.split_qkv = True
+    optimizer.qkv_split_shapes = [4, 2, 3] if has_shapes == "optimizer" else None
+    if has_shapes == "parameter":
+        qkv.qkv_split_shapes = [4, 2, 3]  # type: ignore[attr-defined]
+    optimizer.is_qkv_fn = lambda param: param is qkv
+    qkv.grad = other.grad = grad
+    for i, each in enumerate(parts):
+        each.grad = grad[rows == i]
+    optimizer.step()
+    shards = optimizer_shards(optimizer)
+    update = d_and_update(shards[qkv])[1].view_as(qkv)
+    for i, each in enumerate(parts):
+        wanted = d_and_update(shards[each])[1].view_as(each)
+        torch.testing.assert_close(update[rows == i], wanted, rtol=1e-4, atol=1e-5)
+    together = d_and_update(shards[other])[1].view_as(qkv)
+    assert not torch.allclose(update, together, atol=0.1)
+
+
 @pytest.mark.parametrize("name", ["AdamW", "SGD", "RMSprop"])
 def test_without_moments_or_of_an_unknown_optimizer_there_is_no_sensitivity(
     name: str, caplog: pytest.LogCaptureFixture
