@@ -23,7 +23,7 @@ from megatron.core import parallel_state
 from megatron.core.models.common.language_module.language_module import LanguageModule
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 
-from megatron_snip.collectives import gather_json
+from megatron_snip.collectives import gather_json, unless_refused
 from megatron_snip.errors import UnsupportedError
 from megatron_snip.linears.te.job import is_bf16_layer
 from megatron_snip.linears.te.modules import (
@@ -167,19 +167,27 @@ def bf16_layer_pins(
         topology: this rank's place.
         pin_of: given a linear's name, returns the option of the user's pin, or None. That pin
             counts.
+
+    Raises:
+        UnsupportedError: on every rank, if two linears of a rank have one name.
     """
-    names_of = defaultdict(list)
-    for _, placements in find_linears(model, topology):
-        block, layer_index, _ = split_linear_name(placements[0].name)
-        names_of[block, layer_index].append(placements[0].name)
-    own = []
-    for block, number, layer in _planned_layers(model):
-        if not is_bf16_layer(getattr(layer, "config", None), block, number - 1):
-            continue
-        names = names_of[block, number - 1]
-        free = [name for name in names if pin_of(name) is None]
-        globs = [f"{block}.layers.{number - 1}.*"] if names and free == names else free
-        own += [f"{glob}=bf16" for glob in globs]
+
+    def own_pins() -> list[str]:
+        names_of = defaultdict(list)
+        for _, placements in find_linears(model, topology):
+            block, layer_index, _ = split_linear_name(placements[0].name)
+            names_of[block, layer_index].append(placements[0].name)
+        own = []
+        for block, number, layer in _planned_layers(model):
+            if not is_bf16_layer(getattr(layer, "config", None), block, number - 1):
+                continue
+            names = names_of[block, number - 1]
+            free = [name for name in names if pin_of(name) is None]
+            globs = [f"{block}.layers.{number - 1}.*"] if names and free == names else free
+            own += [f"{glob}=bf16" for glob in globs]
+        return own
+
+    own = unless_refused("finding the layers that stay BF16", own_pins, topology.control)
     found = {pin for pins in gather_json(own, topology.control) for pin in pins}
     return tuple(sorted(found, key=natural_key))
 

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from megatron_snip.collectives import any_rank, sum_together
 from megatron_snip.config import SnipConfig
 from megatron_snip.errors import UnsupportedError
+from megatron_snip.linears import discovery
 from megatron_snip.linears import model as planned
 from megatron_snip.patches.attach import attach
 from megatron_snip.patches.registry import Session
@@ -55,6 +56,7 @@ def test_a_model_that_one_stage_cannot_run_is_refused_on_every_rank() -> None:
     assert first == last
     assert "the GEMMs of GroupedMLP are not in linear modules" in first["module"]
     assert first["linear"] == "this linear cannot run"
+    assert first["names"] == "2 linears have one name"
 
 
 def refusals() -> dict[str, str]:
@@ -69,6 +71,12 @@ def refusals() -> dict[str, str]:
         with refusing, pytest.raises(UnsupportedError) as refused:
             trainer.controller({})
         found["linear"] = str(refused.value)
+        if dist.get_rank() == 1:
+            refusal = UnsupportedError("2 linears have one name")
+            refusing = mock.patch.object(discovery, "find_linears", side_effect=refusal)
+        with refusing, pytest.raises(UnsupportedError) as refused:
+            attach(Session(), SnipConfig(), Namespace(), model, None, lambda: (None, None), [])
+        found["names"] = str(refused.value)
         if dist.get_rank() == 1:
             model[-1].add_module("experts", GroupedMLP())
         with pytest.raises(UnsupportedError) as refused:
