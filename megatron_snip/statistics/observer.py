@@ -16,8 +16,9 @@ before `table`, except in MoE layers: there ranks exchange how many tokens each 
 (linears/moe_dispatch.py).
 
 An expert's rows come from several data ranks, its senders. The rows of each sender are a microbatch
-of their own, sampled as if the expert were on the sender's rank, without expert parallelism. Any
-other linear has one sender, this rank.
+of their own, sampled as if the expert were on the sender's rank, without expert parallelism. Only
+the scale of an entire tensor is that of the rows of all senders, as in the expert's GEMM. Any other
+linear has one sender, this rank.
 """
 
 import time

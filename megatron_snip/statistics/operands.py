@@ -23,8 +23,8 @@ class AmaxesOrScales(NamedTuple):
     """What scales of entire tensors are made from: FP32 [3] each, of X, W and G in this order.
 
     Attributes:
-        amax: the largest magnitudes over all tokens of a microbatch, and over the ranks that share
-            the scale.
+        amax: the largest magnitudes over all tokens that the GEMM multiplies (an expert's are of
+            all senders), and over the ranks that share the scale.
         rotated_amax: the same after the Hadamard transform of wgrad's operands (W has none).
         delayed: the scales of a format with delayed scaling. Without them, those that `amax` would
             give.
