@@ -231,8 +231,9 @@ def _be_rank(
         traceback.print_tb(error.__traceback__)
         print(f"{type(error).__name__}: {str(error)[:ERROR_HEAD]}", file=sys.stderr)
     finally:
-        for process in multiprocessing.active_children():  # of Megatron's checkpoint writer
-            process.terminate()
+        # Of Megatron's checkpoint writer. It runs with SIGTERM blocked (`trainer/checkpoint.py`).
+        for process in multiprocessing.active_children():
+            process.kill()
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(status)  # no atexit handlers: they belong to the parent
