@@ -27,7 +27,7 @@ change of the updates was measured linear by linear; docs/measuring.md judges th
 The scores of the baselines are sums over the GEMMs. A and B are the operands of a GEMM, and C is
 the third of X, W and G. Each operand has one error in all GEMMs: that of X and W as fprop tiles
 them, and of G as wgrad does. `norms` is a bound of the change of the loss (for fprop: of |<G, eY>|)
-by Frobenius norms, like the bound in the paper. The three scores:
+by Frobenius norms, to first order in the errors, like the bound in the paper. The three scores:
 
     abs_error = sum of |Q(A) - A| + |Q(B) - B|
     rel_error = sum of |Q(A) - A| / |A| + |Q(B) - B| / |B|
