@@ -177,6 +177,9 @@ def make_writers(config: TrainConfig, directory: RunDirectory | None, done: int)
         config: the run's settings.
         directory: the run's files; None on the other ranks.
         done: iterations done before this process.
+
+    Raises:
+        UsageError: if W&B or TensorBoard cannot be used.
     """
     if directory is None:
         return []
@@ -186,36 +189,52 @@ def make_writers(config: TrainConfig, directory: RunDirectory | None, done: int)
         wandb = start_wandb(config.wandb_project, directory.path, settings)
         writers.append(WandbWriter(wandb, settings["snip"]))
     if config.tensorboard_dir is not None:
-        folder = str(config.tensorboard_dir)
-        writers.append(LateWriter(partial(_tensorboard_writer, folder, settings["snip"], done)))
+        writers.append(TensorBoardFiles(config.tensorboard_dir, settings["snip"], done))
     return writers
 
 
-class LateWriter:
-    """Makes its writer at the first event: a run that is refused leaves no files of it."""
+class TensorBoardFiles:
+    """TensorBoard's writer, made at the first event: a run that is refused leaves no files of it.
 
-    def __init__(self, make: Callable[[], Writer]) -> None:
-        self._make = make
-        self._writer: Writer | None = None
+    Raises:
+        UsageError: if tensorboard is not installed, or the folder cannot be made.
+    """
+
+    def __init__(self, folder: Path, snip: dict[str, Any], done: int) -> None:
+        """Make the folder.
+
+        Args:
+            folder: need not exist.
+            snip: the settings of SNIP.
+            done: iterations done before this process.
+        """
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError:
+            raise UsageError(
+                "tensorboard was requested and is not installed; pip install "
+                "'megatron-snip[tensorboard]'"
+            ) from None
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UsageError(f"cannot use a path: {one_line(error)}; name another one") from None
+        purge_step = done + 1 if done else None
+        self._make_board = partial(SummaryWriter, str(folder), purge_step=purge_step)
+        self._snip = snip
+        self._writer: TensorBoardWriter | None = None
 
     def write(self, event: Event) -> None:
-        """Pass the event on."""
+        """Write an event."""
         if self._writer is None:
-            self._writer = self._make()
+            threading.excepthook = partial(_thread_failed, threading.excepthook)
+            self._writer = TensorBoardWriter(self._make_board(), self._snip)
         self._writer.write(event)
 
     def close(self) -> None:
-        """Close the writer if there is one."""
+        """Put on disk what was written."""
         if self._writer is not None:
             self._writer.close()
-
-
-def _tensorboard_writer(folder: str, snip: dict[str, Any], done: int) -> Writer:
-    from torch.utils.tensorboard import SummaryWriter
-
-    threading.excepthook = partial(_thread_failed, threading.excepthook)
-    files = SummaryWriter(folder, purge_step=done + 1 if done else None)
-    return TensorBoardWriter(files, snip)
 
 
 def _thread_failed(usual: Callable[[Any], Any], failure: threading.ExceptHookArgs) -> None:

@@ -398,7 +398,7 @@ def test_a_resumed_run_replaces_the_points_after_its_checkpoint_in_tensorboard(
     for done, last, loss in ((0, 4, 9.0), (2, 3, 1.0)):
         config = TrainConfig(run_dir=tmp_path / "run", tensorboard_dir=tmp_path / "run" / "board")
         _, writer = make_writers(config, RunDirectory(tmp_path / "run"), done)
-        assert done or not (tmp_path / "run" / "board").exists()  # nothing is written yet
+        assert done or not list((tmp_path / "run" / "board").iterdir())  # nothing is written yet
         for iteration in range(done + 1, last + 1):
             writer.write(Event(iteration, Metrics({"loss": loss})))
         writer.close()
@@ -406,3 +406,16 @@ def test_a_resumed_run_replaces_the_points_after_its_checkpoint_in_tensorboard(
     events.Reload()
     points = [(event.step, event.value) for event in events.Scalars("snip/1_loss")]
     assert points == [(1, 9.0), (2, 9.0), (3, 1.0)]
+
+
+def test_tensorboard_that_cannot_be_used_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before training, which would otherwise end without its files."""
+    (tmp_path / "file").touch()
+    config = TrainConfig(run_dir=tmp_path / "run", tensorboard_dir=tmp_path / "file" / "board")
+    with pytest.raises(UsageError, match="cannot use a path: .*Not a directory"):
+        make_writers(config, RunDirectory(tmp_path / "run"), 0)
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    with pytest.raises(UsageError, match="tensorboard was requested and is not installed"):
+        make_writers(config, RunDirectory(tmp_path / "run"), 0)
