@@ -414,7 +414,7 @@ def test_tensorboard_that_cannot_be_used_is_refused(
     """Before training, which would otherwise end without its files."""
     (tmp_path / "file").touch()
     config = TrainConfig(run_dir=tmp_path / "run", tensorboard_dir=tmp_path / "file" / "board")
-    with pytest.raises(UsageError, match="cannot use a path: .*Not a directory"):
+    with pytest.raises(UsageError, match=r"cannot use a path: .*Not a directory"):
         make_writers(config, RunDirectory(tmp_path / "run"), 0)
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
     with pytest.raises(UsageError, match="tensorboard was requested and is not installed"):
