@@ -174,10 +174,19 @@ def _edge_pins(problem: PlanningProblem, args: argparse.Namespace) -> Iterator[t
 def _pins_of_the_run(
     problem: PlanningProblem, given: Sequence[tuple[str, str]]
 ) -> Iterator[tuple[str, str]]:
-    """Yield the pins in the problem file, for linears that match no given pin."""
+    """Yield the pins in the problem file, for linears that no given pin decides.
+
+    Tied linears have one option, so a given pin of one of them decides for all.
+    """
+    tied = {name: names for names in problem.ties for name in names}
+
+    def is_free(name: str) -> bool:
+        decisive = tied.get(name, (name,))
+        return not any(glob_matches(each, glob) for each in decisive for glob, _ in given)
+
     for glob, option in problem.pins:
         matching = [name for name in problem.names if glob_matches(name, glob)]
-        free = [n for n in matching if not any(glob_matches(n, other) for other, _ in given)]
+        free = [name for name in matching if is_free(name)]
         for each in [glob] if free == matching else free:
             yield each, option
 

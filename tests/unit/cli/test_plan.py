@@ -77,6 +77,17 @@ def test_the_pins_of_the_run_hold_where_no_other_pin_does(tmp_path: Path, printe
     assert [point["status"] for point in points] == ["optimal", "infeasible"]
 
 
+def test_a_pin_of_a_tied_linear_replaces_the_run_s_pin_of_the_other(
+    tmp_path: Path, printed: Any
+) -> None:
+    ties = (PROBLEM.names[:2],)
+    pinned = PROBLEM.model_copy(update={"pins": (("*.layers.[01].*", "fp8"),), "ties": ties})
+    file = tmp_path / "tied.json"
+    write_problem(pinned, file)
+    words = ["--pin", f"{PROBLEM.names[0]}=fp4", "--target", "0.5"]
+    assert printed_options(printed, file, *words)[:2] == ["fp4", "fp4"]
+
+
 def test_changes_have_a_price(problem: str, previous: str, printed: Any) -> None:
     words = [problem, "--previous", previous, "--change-penalty"]
     assert printed_options(printed, *words, "0.1") == ["fp4", "fp4", "fp8", "fp8"]
