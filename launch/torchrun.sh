@@ -1,7 +1,7 @@
 #!/bin/bash
 # Start the ranks of one node with torchrun, for one of two programs:
 #
-#   launch/torchrun.sh train --config configs/demo.yaml              the embedded trainer
+#   launch/torchrun.sh train --config SETTINGS.yaml                  the embedded trainer
 #   launch/torchrun.sh pretrain_gpt.py @ARGUMENTS --snip             a Megatron-LM script, unmodified
 #   launch/torchrun.sh --cpu pretrain_gpt.py @ARGUMENTS --snip       the same without GPUs
 #   launch/torchrun.sh --dry-run ...                                 print the command, run nothing

@@ -33,6 +33,10 @@ def check_words(shown: Shown) -> None:
         if name.startswith(("configs/", "launch/", "docs/", "requirements/")):
             _check(bool(list(ROOT.glob(name))), f"there is no {name}")
     program, rest = Path(words[0]).name, words[1:]
+    # The Slurm script adds --save.
+    saves = "--save" in rest or any(word.endswith("slurm.sbatch") for word in words)
+    if saves and any(word.startswith("pretrain_") for word in rest):
+        _check("--save-interval" in rest, "Megatron refuses --save without --save-interval")
     if program == "megatron-snip":
         check_subcommand(rest)
     elif program in ("python", "python3", "torchrun"):
@@ -156,6 +160,8 @@ def test_the_page_of_flags_is_fresh() -> None:
         "megatron-snip nothing",
         "megatron-snip train --config configs/demo.yaml --snip-intervall 5",
         "torchrun -m megatron_snip pretrain_gpt.py --snip --snip-interval -5",
+        "torchrun -m megatron_snip pretrain_gpt.py --save checkpoints --snip",
+        "sbatch $SNIP/launch/slurm.sbatch pretrain_gpt.py --snip",
         "torchrun -m megatron_snip pretrain_gpt.py @configs/models/nothing.args --snip",
         "bash launch/torchrun.sh --dry-run pretrain_gpt.py --snip-intervall 5",
         "sbatch $SNIP/launch/nothing.sbatch pretrain_gpt.py --snip",
