@@ -363,8 +363,11 @@ class SnipConfig(ScheduleFields, MeasureFields, PlanFields, GuardFields, ReportF
 
     def pin_of(self, linear: str) -> Option | None:
         """Return the option that a pin fixes for the linear with this name, or None."""
-        matching = (option for glob, option in self.pin_pairs if glob_matches(linear, glob))
-        return next(matching, None)
+        for pin in self.pins:  # not `pin_pairs`: to parse hundreds of options takes milliseconds
+            glob, _, option = pin.rpartition("=")
+            if glob_matches(linear, glob):
+                return Option.parse(option)
+        return None
 
     def allows(self, option: Option) -> bool:
         """Return whether the formats allow an option; bf16 is always allowed.

@@ -33,6 +33,9 @@ from megatron_snip.types import glob_matches
 FORBIDDEN = "forbidden options"
 """Label of the constraint that forbids options whose quality loss is null."""
 
+MOST_SHOWN = 8
+"""Of conflicting constraints, in a message."""
+
 
 class IntegerFloors(NamedTuple):
     """Least sums of integer gains: one sum over all linears, or one sum for each stage.
@@ -205,6 +208,8 @@ class Constraints:
             f"{label} (null quality_loss{left})" if label == FORBIDDEN else label
             for label in conflicts
         ]
+        if len(texts) > MOST_SHOWN:  # a run can have a pin for each linear (`runnable_pins`)
+            texts[MOST_SHOWN:] = [f"{len(texts) - MOST_SHOWN} more"]
         best = self._best_target()
         if best is None:
             reachable = "no target can be reached with the other constraints"

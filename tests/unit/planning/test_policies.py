@@ -61,6 +61,15 @@ def test_only_stages_that_conflict_are_named() -> None:
     assert error.best_target == 0.0
 
 
+def test_the_best_target_is_read_also_where_many_pins_conflict() -> None:
+    """Lines are cut at 500 characters where training goes on."""
+    pins = tuple((name_of(layer), "fp8") for layer in range(20))
+    error = conflict(problem_of([[0.0, 1.0]] * 20, target=0.05), pins=pins)
+    assert len(error.conflicts) == 21
+    assert str(error).endswith("; 13 more; the best reachable target is 0")
+    assert len(str(error)) < 500
+
+
 def test_linears_without_an_option_are_named() -> None:
     error = conflict(problem_of([[0.0, 1.0], [None, None]], target=0.0))
     assert (error.conflicts, error.best_target) == ((FORBIDDEN,), None)
