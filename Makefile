@@ -91,10 +91,12 @@ $(STAMP): $(RUN_STAMP)
 	@rm -f $(VENV)/.installed-all-*
 	@touch $@
 
+# The demo is one of two CPU ranks, also where torch has CUDA (Python 3.12) and there are GPUs.
 # pip left the packages without bytecode. In an environment that forbids Python to write it, as many
 # containers do, each process would compile torch and Megatron again.
 .PHONY: demo
 demo: export PYTHONDONTWRITEBYTECODE =
+demo: export CUDA_VISIBLE_DEVICES =
 demo: $(RUN_STAMP)  ## train a small Llama with SNIP on two ranks and show what it did
 	$(BIN)/megatron-snip train --config configs/demo.yaml --run-dir "$(RUN_DIR)" --overwrite $(DEMO_ARGS)
 	@echo "the report, for a browser: $$($(BIN)/megatron-snip report "$(RUN_DIR)")"

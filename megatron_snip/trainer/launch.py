@@ -114,7 +114,11 @@ def without_nohup(numbers: Iterable[signal.Signals]) -> list[signal.Signals]:
 
 
 def default_num_ranks(config: TrainConfig) -> int:
-    """Return the ranks of one model replica, or of as many replicas as fit on the GPUs."""
+    """Return the ranks of one model replica, or of as many replicas as fit on the GPUs.
+
+    Raises:
+        UsageError: if the machine has GPUs, but too few for one replica.
+    """
     replica = config.model_parallel_size
     try:
         ctypes.CDLL("libcuda.so.1")  # the driver's; without it there is no need to ask torch
@@ -122,7 +126,13 @@ def default_num_ranks(config: TrainConfig) -> int:
         return replica
     import torch
 
-    return max(replica, torch.cuda.device_count() // replica * replica)
+    gpus = torch.cuda.device_count()
+    if 0 < gpus < replica:
+        raise UsageError(
+            f"the parallel sizes need {replica} GPUs, and this machine has {gpus}; reduce them, "
+            "or train on the CPU (export CUDA_VISIBLE_DEVICES=)"
+        )
+    return max(replica, gpus // replica * replica)
 
 
 def launch(config: TrainConfig, num_ranks: int) -> int:

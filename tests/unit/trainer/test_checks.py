@@ -29,7 +29,7 @@ from megatron_snip.trainer.checkpoint import (
     resume_iteration,
 )
 from megatron_snip.trainer.config import TrainConfig, make_train_config
-from megatron_snip.trainer.launch import is_rank, launch, settings_of_ranks
+from megatron_snip.trainer.launch import default_num_ranks, is_rank, launch, settings_of_ranks
 from megatron_snip.trainer.session import check_run, make_writers, run_directories
 
 accumulators = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
@@ -377,6 +377,17 @@ launch(TrainConfig(), default_num_ranks(TrainConfig()))
 @pytest.mark.skipif(find_library("cuda") is not None, reason="torch counts the GPUs first")
 def test_ranks_start_before_the_launcher_imports_torch() -> None:
     subprocess.run([sys.executable, "-c", WITHOUT_RANKS], check=True)
+
+
+def test_there_is_a_rank_for_each_gpu_that_replicas_fit_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = TrainConfig(tensor_model_parallel_size=2)
+    monkeypatch.setattr("ctypes.CDLL", lambda name: None)
+    for gpus, ranks in ((0, 2), (2, 2), (5, 4)):
+        monkeypatch.setattr("torch.cuda.device_count", lambda gpus=gpus: gpus)
+        assert default_num_ranks(config) == ranks
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    with pytest.raises(UsageError, match=r"need 2 GPUs, and this machine has 1; .* the CPU"):
+        default_num_ranks(config)
 
 
 def test_thousands_of_ranks_are_not_started() -> None:
