@@ -42,6 +42,10 @@ logger = logging.getLogger(__name__)
 FACTORS = (("row_var", "col_var"), ("exp_avg_sq_row", "exp_avg_sq_col"))
 """State of Adafactor's second moments, in PyTorch and in Transformers and fairseq."""
 
+EIGENBASIS = frozenset({"GG", "Q_L"})
+"""State of SOAP, in older and newer versions of its package. Its moments are those of the gradient
+in another basis than the weight's."""
+
 MUON_CHANGE = 0.01
 """Norm of the change from which Muon's D is measured, relative to the momentum's."""
 
@@ -107,6 +111,10 @@ def _adam(shard: Shard) -> tuple[Tensor, Tensor] | None:
     return inverse_d, update
 
 
+def _unknown(shard: Shard) -> None:
+    """Return no moments: those that the shard has say nothing of its elements."""
+
+
 def _adafactor(names: tuple[str, str], shard: Shard) -> tuple[Tensor, Tensor]:
     rows, cols = (shard.state[name].float() for name in names)
     rows = rows.reshape(-1, 1)
@@ -124,7 +132,7 @@ def _momentum(shard: Shard) -> tuple[Tensor, Tensor]:
     return torch.full_like(m, 1.0 / d if d else math.inf), m
 
 
-def _muon(part_rows: Sequence[int], shard: Shard) -> tuple[Tensor, Tensor]:
+def _muon(part_rows: Sequence[int], is_nesterov: bool, shard: Shard) -> tuple[Tensor, Tensor]:
     m = shard.state["momentum_buffer"].float().view(shard.shape)
     group = shard.group
     # A change of m as errors of wgrad are: random, larger where gradients are, as large as FP4's.
@@ -134,13 +142,18 @@ def _muon(part_rows: Sequence[int], shard: Shard) -> tuple[Tensor, Tensor]:
     change *= MUON_CHANGE * m.norm() / change.norm().clamp(min=1e-30)
     update = _orthogonalized_parts(m, part_rows)
     moved = _orthogonalized_parts(m + change, part_rows) - update
-    # How much of a gradient's change reaches what is orthogonalized. The
-    # settings' names depend on the package of the optimizer.
+    # How much of a gradient's change reaches what is orthogonalized. The setting's name depends on
+    # the package of the optimizer.
     beta = group.get("momentum", group.get("momentum_beta", 0.95))
-    is_nesterov = group.get("nesterov", group.get("use_nesterov", False))
     share = (1.0 - beta) * (1.0 + beta if is_nesterov else 1.0)
     d = share / float(change.norm() + 1e-30) * float(moved.norm())
     return torch.full_like(m, 1.0 / d if d else math.inf), update
+
+
+def _muon_is_nesterov(inner: Any, group: Mapping[str, Any]) -> bool:
+    """Return whether Muon looks ahead; where that is set depends on its package and version."""
+    of_optimizer = getattr(inner, "nesterov", False)
+    return bool(group.get("nesterov", group.get("use_nesterov", of_optimizer)))
 
 
 def _muon_part_rows(inner: Any, parameter: Tensor) -> Sequence[int]:
@@ -287,8 +300,10 @@ def _rule(
             is_muon = hasattr(inner, "orthogonalize") or "ns_steps" in group
             if not is_muon:
                 return _momentum
-            return partial(_muon, _muon_part_rows(inner, main_param))
-    is_unknown = bool(known - {"step"}) and "exp_avg_sq" not in known
+            part_rows = _muon_part_rows(inner, main_param)
+            return partial(_muon, part_rows, _muon_is_nesterov(inner, group))
+    in_eigenbasis = not known.isdisjoint(EIGENBASIS)
+    is_unknown = bool(known - {"step"}) and ("exp_avg_sq" not in known or in_eigenbasis)
     if is_matrix and is_unknown:
         warn_once_per_job(
             logger,
@@ -296,7 +311,7 @@ def _rule(
             "those of Adafactor, Muon and momentum are where a rank holds a complete weight), so "
             "gradients stand for its updates",
         )
-    return _adam
+    return _unknown if in_eigenbasis else _adam
 
 
 def gradient_of(parameter: Tensor) -> Tensor | None:

@@ -11,6 +11,7 @@ import torch
 from megatron.core.optimizer import ChainedOptimizer, OptimizerConfig
 from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params
 
+from megatron_snip.log import forget_warnings
 from megatron_snip.patches import cpu
 from megatron_snip.statistics.optimizer_state import (
     Shard,
@@ -171,6 +172,34 @@ def test_without_moments_or_of_an_unknown_optimizer_there_is_no_sensitivity(
     for _ in range(2):
         assert optimizer_shards(optimizer)[param].inverse_d_and_update() is None
     assert caplog.text.count("optimizer RMSprop is not known") == (name == "RMSprop")
+
+
+@pytest.mark.parametrize("name", ["GG", "Q_L"])
+def test_moments_in_another_basis_are_not_those_of_adamw(
+    name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """SOAP has `exp_avg` and `exp_avg_sq` too, of the gradient in an eigenbasis."""
+    forget_warnings()
+    param, optimizer, _ = trained(3)
+    optimizer.state[param][name] = torch.eye(6)
+    shard = optimizer_shards(optimizer)[param]
+    assert shard.inverse_d_and_update() is None
+    assert steps_of_moments(optimizer) is None
+    assert "optimizer AdamW is not known" in caplog.text
+
+
+def test_muon_may_have_nesterov_as_an_attribute() -> None:
+    """As in newer versions of the package that Megatron takes it from."""
+    param = torch.nn.Parameter(torch.ones(8, 4))
+    optimizer: Any = torch.optim.Muon([param], momentum=0.9, nesterov=True)
+    param.grad = torch.randn(8, 4, generator=torch.Generator().manual_seed(0))
+    optimizer.step()
+    wanted, _ = d_and_update(optimizer_shards(optimizer)[param])
+    del optimizer.param_groups[0]["nesterov"]
+    without, _ = d_and_update(optimizer_shards(optimizer)[param])
+    torch.testing.assert_close(wanted, 1.9 * without)
+    optimizer.nesterov = True
+    assert torch.equal(d_and_update(optimizer_shards(optimizer)[param])[0], wanted)
 
 
 def test_a_second_moment_of_zero_stays_finite() -> None:
