@@ -204,7 +204,8 @@ class OutputFields(Section):
     """Log to this Weights & Biases project (offline unless WANDB_MODE is set)."""
 
     overwrite: bool = False
-    """Replace the files of a previous run in run_dir. Files that SNIP did not write stay."""
+    """Replace the files of a previous run in run_dir; a run that resumes moves them to previous-1/.
+    Files that SNIP did not write stay."""
 
 
 class TrainFields(ModelFields, ParallelFields, TrainingFields, OutputFields):

@@ -107,7 +107,9 @@ def _old_run(config: TrainConfig, done: int) -> OldRun:
         saved = read_saved_run(checkpoint_path(config.load, done))
         if saved.run_id and saved.run_id == run_id(config.run_dir):
             return "continue"
-    if config.overwrite:
+    # A resumed run deletes nothing: the files may be its own, where a checkpoint of an earlier
+    # release does not name its run.
+    if config.overwrite and not done:
         return "delete"
     # With `load` equal to `save` one command starts and resumes. Files of a run that left no
     # checkpoint are then moved aside.
@@ -293,8 +295,8 @@ def run_directories(
     """All ranks: lock the folders that this run writes to; rank 0 gets run_dir.
 
     When the run begins, files of the run that it continues stay up to iteration `done`. Those of
-    another run are then deleted (`overwrite`), moved to `previous-N` (a run that resumes, or whose
-    `load` is its `save`), or they are an error at once.
+    another run are then moved to `previous-N` (a run that resumes, or whose `load` is its `save`),
+    deleted (a new run with `overwrite`), or they are an error at once.
 
     Raises:
         UsageError: on every rank, if another job writes there, the folders cannot be written, or

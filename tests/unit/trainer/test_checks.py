@@ -234,7 +234,7 @@ def test_the_files_of_another_run_than_the_checkpoints_are_moved_aside(
     for name, identity in zip(names, (same, same, ""), strict=True):
         load = write_checkpoint(tmp_path / name / "save", 5, run_id=identity, run_dir="runs/demo")
         monkeypatch.chdir(tmp_path / name / ".." / "..")
-        config = TrainConfig(run_dir=Path("runs/demo"), load=load)
+        config = TrainConfig(run_dir=Path("runs/demo"), load=load, overwrite=name == names[2])
         with run_directories(config, 5, None) as directory:
             assert directory is not None
             assert len(read_lines(tmp_path / name / "metrics.jsonl")) == 2  # nothing is refused yet
