@@ -258,6 +258,7 @@ def first_problem(error: ValidationError, known: Iterable[str] = ()) -> UsageErr
         hint = did_you_mean(place, known) if len(first["loc"]) == 1 else ""
         return UsageError(f"unknown key {shortened(repr(place), 120)}{hint}")
     text = str(first["msg"]).replace("Input should be", "must be").partition(", unable to ")[0]
+    text = re.sub(r" or (an )?instance of \w+", "", text)  # a class of ours
     text = re.sub(r"\d{16,}", lambda number: f"{float(number[0]):g}", text)
     if kind not in ("missing", "value_error"):
         text += f", got {shortened(repr(value), 120)}"
