@@ -41,7 +41,7 @@ class PlanSettings(Section):
     time_limit_s: Annotated[float, Field(gt=0.0)] = 30.0
     """Wall-clock limit in seconds; the best plan found by then is returned."""
 
-    workers: Annotated[int, Field(ge=1)] = 1
+    workers: Annotated[int, Field(ge=1, le=1024)] = 1
     """Threads of the solver. With 1 the same input gives the same plan in every run, unless the
     time limit is reached."""
 
