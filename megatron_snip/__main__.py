@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from megatron_snip.cli.commands import COMMANDS, run_command, split_plugins
 from megatron_snip.cli.script import is_script, prepare_script, run_script
-from megatron_snip.errors import SnipError, UsageError, known_failure, shown
+from megatron_snip.errors import SnipError, UnsupportedError, UsageError, known_failure, shown
 from megatron_snip.plugins import load_plugins
 
 
@@ -28,7 +28,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if not words or words[0] in COMMANDS or not is_script(words):
             return _run_and_flush(words)
         script = prepare_script(words)
-    except UsageError as error:
+    except (UsageError, UnsupportedError) as error:
         print(f"megatron-snip: error: {shown(error)}", file=sys.stderr)
         return 2
     except SnipError as error:

@@ -39,7 +39,7 @@ from io import FileIO
 from types import FrameType
 from typing import TYPE_CHECKING, NoReturn
 
-from megatron_snip.errors import SnipError, UsageError, known_failure
+from megatron_snip.errors import SnipError, UnsupportedError, UsageError, known_failure
 from megatron_snip.output import outlive_output
 
 if TYPE_CHECKING:
@@ -350,7 +350,7 @@ def _main(settings: int, report: int, launcher: int) -> int:
     try:
         result = train_as_rank(make_train_config(json.loads(_read_whole(settings))))
         return 0 if result.stopped is None else SAVED_AND_STOPPED
-    except UsageError as error:
+    except (UsageError, UnsupportedError) as error:
         kind = "usage"
         text = str(error)
     except SnipError as error:

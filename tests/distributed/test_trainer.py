@@ -85,6 +85,15 @@ def test_input_that_a_rank_refuses_is_one_line(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_a_model_that_cannot_run_with_the_settings_is_bad_input(tmp_path: Path) -> None:
+    words = command(tmp_path / "run", snip={"enabled": True, "backend": "te"})
+    done = run_command(words, tmp_path)
+    assert done.returncode == 2
+    line = "megatron-snip: error: --snip-backend te runs Transformer Engine's linears, "
+    assert done.stderr.splitlines()[-1].startswith(line)
+
+
+@pytest.mark.slow
 def test_a_nan_loss_ends_the_run_and_keeps_the_last_checkpoint(tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text(NAN_AT_3)
     save = tmp_path / "checkpoints"

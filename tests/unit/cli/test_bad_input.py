@@ -28,6 +28,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     table = {"version": 2, "iteration": 8, "linears": [linear]}
     (folder / "run/divergences/8.json").write_text(json.dumps(table))
     (folder / "empty").touch()
+    (folder / "list.jsonl").write_text("[]\n")
     (folder / "loop").symlink_to("loop")
     return folder
 
@@ -64,6 +65,7 @@ BAD = {
         ("--first-layers x=fp8", "--first-layers: must be an integer from 0"),
         ("--change-penalty 2", "needs --previous"),
         ("--workers 0", "--workers: "),
+        ("--workers 9999999999", "--workers: must be less than or equal to 1024"),
         ("--pipeline-balance some", "--pipeline-balance"),
         ("--policy SNIP", "unknown policy 'SNIP' (did you mean 'snip'?)"),
         ("--calibration absent.json", "--cost time"),
@@ -100,6 +102,7 @@ BAD = {
         ("none", "cannot find the run directory 'none'"),
         ("run --reference none", "cannot find the reference 'none'"),
         ("run --reference " + "x" * 300, "cannot find the reference"),
+        ("run --reference list.jsonl", "line 1: must be a valid dictionary, got []"),
         ("run --reference empty", "'empty' has no metrics yet"),
         ("x" * 300, "File name too long"),
         ("run --output run/config.yaml", "cannot write"),
