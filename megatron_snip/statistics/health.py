@@ -223,12 +223,12 @@ def _linear_health(
             Gemm.DGRAD: _db(s.input_grad_square, errors.input_grad_error_square),
             Gemm.WGRAD: _db(s.wgrad_square, errors.wgrad_error_square),
         }
-    grad, step = sums.norms.tolist()
+    grad, step, num_gradients = sums.norms.tolist()
     weight = s.weight_square * max(1, len(experts))  # it is the mean over experts
     return LinearHealth(
         name=s.name,
         stage=s.stage,
-        gradient_norm=math.sqrt(grad) if grad > 0 and math.isfinite(grad) else None,
+        gradient_norm=math.sqrt(grad) if num_gradients and math.isfinite(grad) else None,
         update_ratio=math.sqrt(step / weight) if step > 0 and 0 < weight < math.inf else None,
         amax=largest,
         operands=operands,

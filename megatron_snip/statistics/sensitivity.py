@@ -29,8 +29,9 @@ from megatron_snip.statistics.optimizer_state import (
 )
 from megatron_snip.topology import Axis, LinearKind, Placement, Topology
 
-NORMS = 2
-"""Numbers of one linear: |gradient|^2 and |learning rate * update|^2."""
+NORMS = 3
+"""Numbers of one linear: |gradient|^2, |learning rate * update|^2, and how many gradients of weights
+and ranks are in the first one."""
 
 
 @dataclass(frozen=True)
@@ -138,6 +139,7 @@ def weight_norms(
         if grad is not None and owns_part:
             num_replicas = 1 if sensitivity is None else sensitivity.num_replicas
             norms[0] = _square(_owned_by(shard, grad)) / loss_scale**2 / num_replicas
+            norms[2] = 1.0
         is_first = rank == 0 and placement.tensor.rank == 0
         if sensitivity is not None and is_first:  # `step_square` is that of the unsharded weight
             norms[1] = sensitivity.step_square

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from megatron_snip.statistics.health import OperandCounts, health_sums
 from megatron_snip.statistics.health_table import MEANINGS, HealthTable, LinearHealth
 from megatron_snip.statistics.observer import StepObserver
 from megatron_snip.statistics.sample import MeasureSettings
+from megatron_snip.statistics.sensitivity import weight_norms
 from megatron_snip.topology import Topology
 from megatron_snip.types import Gemm, Operand
 from tests.unit.statistics import equations
@@ -146,8 +148,28 @@ def test_the_update_ratio_is_of_the_weights_of_all_experts(num_experts: int) -> 
         for x, g in zip(toy.inputs, toy.grads, strict=True):
             output = torch.nn.functional.linear(x, weight)
             observer.observe(replace(place, expert=expert), x, weight, output).backward(g)
-    norms = {place.name: torch.tensor([9.0, 4.0], dtype=torch.float64)}
+    norms = {place.name: torch.tensor([9.0, 4.0, 1.0], dtype=torch.float64)}
     _, health = observer.table([place.info], 1.0, None, lambda: norms)
     (linear,) = health.linears
     assert linear.gradient_norm == 3.0
     assert linear.update_ratio == pytest.approx(2.0 / math.sqrt(square), rel=1e-5)
+
+
+@pytest.mark.parametrize("gradient", [None, torch.zeros(512, 256)])
+def test_a_gradient_of_zero_is_a_norm_and_no_gradient_is_none(
+    gradient: torch.Tensor | None,
+) -> None:
+    """So `--snip-alert 'gradient_norm<1e-9'` finds a linear that no longer learns."""
+    toy = Toy.make("column", microbatches=1)
+    settings = MeasureSettings(equations.FORMATS, STEP, SEED, all_tokens=True)
+    observer = StepObserver(settings, Topology(), {})
+    place = toy.placement(Topology())
+    weight = torch.nn.Parameter(toy.weight.clone())
+    output = torch.nn.functional.linear(toy.inputs[0], weight)
+    observer.observe(place, toy.inputs[0], weight, output).backward(0 * toy.grads[0])
+    weight.grad = gradient
+    optimizer = torch.optim.SGD([weight], lr=1.0)
+    norms = partial(weight_norms, {place: weight}, optimizer, {}, Topology(), 1.0)
+    _, health = observer.table([place.info], 1.0, None, norms)
+    found = health.beyond("gradient_norm", -1, 1e-9)
+    assert [each.value for each in found] == ([] if gradient is None else [0.0])
