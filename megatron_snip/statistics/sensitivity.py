@@ -30,8 +30,8 @@ from megatron_snip.statistics.optimizer_state import (
 from megatron_snip.topology import Axis, LinearKind, Placement, Topology
 
 NORMS = 3
-"""Numbers of one linear: |gradient|^2, |learning rate * update|^2, and how many gradients of weights
-and ranks are in the first one."""
+"""Numbers of one linear: |gradient|^2, |learning rate * update|^2, and how many gradients (of
+weights and ranks) are in the first one."""
 
 
 @dataclass(frozen=True)
