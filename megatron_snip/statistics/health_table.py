@@ -141,9 +141,12 @@ class HealthTable:
         return worst
 
     def beyond(self, measure: HealthMeasure, sign: float, limit: float) -> list[Finding]:
-        """Return each linear's worst value above `limit` (`sign` 1) or below it (-1)."""
+        """Return each linear's value that is farthest above `limit` (`sign` 1) or below it (-1).
+
+        The farthest one comes first.
+        """
         found: dict[str, Finding] = {}
-        for each in self.findings(measure):
+        for each in sorted(self.findings(measure), key=lambda one: -sign * one.value):
             if sign * (each.value - limit) > 0:
                 found.setdefault(each.linear, each)
         return list(found.values())

@@ -173,3 +173,19 @@ def test_a_gradient_of_zero_is_a_norm_and_no_gradient_is_none(
     _, health = observer.table([place.info], 1.0, None, norms)
     found = health.beyond("gradient_norm", -1, 1e-9)
     assert [each.value for each in found] == ([] if gradient is None else [0.0])
+
+
+def test_an_alert_names_the_value_that_is_farthest_beyond_the_limit() -> None:
+    """Also below a limit of a measure whose large values are bad."""
+    amaxes = {"one": (3.0, 2.0, 9.0), "two": (4.0, 1.0, 8.0)}
+    table = HealthTable(
+        1,
+        tuple(
+            LinearHealth(name, 0, None, None, dict(zip(Operand, values, strict=True)), {}, {})
+            for name, values in amaxes.items()
+        ),
+    )
+    below = table.beyond("amax", -1, 5.0)
+    assert [(each.linear, each.value) for each in below] == [("two", 1.0), ("one", 2.0)]
+    above = table.beyond("amax", 1, 2.5)
+    assert [(each.linear, each.value) for each in above] == [("one", 9.0), ("two", 8.0)]
