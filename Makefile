@@ -72,8 +72,8 @@ help:  ## show this list
 install: $(STAMP)  ## make .venv and install the pinned packages
 
 $(RUN_STAMP):
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
-	  { echo "megatron-snip needs Python 3.11 or later; got $$($(PYTHON) --version). Set PYTHON=..."; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' || \
+	  { echo "megatron-core has wheels for Python 3.11 to 3.13; got $$($(PYTHON) --version). Set PYTHON=..."; exit 1; }
 	@echo "installing what a run needs into $(VENV): 1.1 GB, some minutes"
 	$(PYTHON) -m venv $(VENV)
 	@$(INSTALL_LOCKED) $(TORCH_CPU) --extra-index-url $(TORCH_INDEX) --retries 1 || \
