@@ -20,12 +20,19 @@ from megatron_snip.config import EfficiencyMeasure, PipelineBalance
 from megatron_snip.errors import InfeasiblePlanError, UsageError, naming_field
 from megatron_snip.files import first_problem
 from megatron_snip.flags import flag_name
+from megatron_snip.options import BF16
 from megatron_snip.output import console
 from megatron_snip.planning.calibration import read_calibration, with_seconds
 from megatron_snip.planning.plan import PrecisionPlan, read_plan
 from megatron_snip.planning.planner import make_plan
 from megatron_snip.planning.policies import get_policy, policy_names
-from megatron_snip.planning.problem import OptionCost, PlanningProblem, read_problem
+from megatron_snip.planning.problem import (
+    LinearChoices,
+    OptionCost,
+    PlanningProblem,
+    parse_option,
+    read_problem,
+)
 from megatron_snip.planning.settings import PlanSettings
 from megatron_snip.reporting.text import SOLVER_NOISE, column, quality, seconds
 from megatron_snip.types import glob_matches, split_linear_name
@@ -147,10 +154,11 @@ def inputs_from(args: argparse.Namespace) -> tuple[PlanningProblem, PlanSettings
         raise UsageError(text) from None
     get_policy(settings.policy)  # an unknown name is an error before any file is read
     problem = read_problem(args.problem)
-    if args.calibration is not None:
-        problem = with_seconds(problem, read_calibration(args.calibration))
     pins = (*settings.pins, *_edge_pins(problem, args))
     pins = (*pins, *_pins_of_the_run(problem, pins))
+    if args.calibration is not None:
+        table = read_calibration(args.calibration)
+        problem = with_seconds(_with_pinned_bf16(problem, pins), table)
     return problem, settings.model_copy(update={"pins": pins})
 
 
@@ -189,6 +197,21 @@ def _pins_of_the_run(
         free = [name for name in matching if is_free(name)]
         for each in [glob] if free == matching else free:
             yield each, option
+
+
+def _with_pinned_bf16(problem: PlanningProblem, pins: Sequence[tuple[str, str]]) -> PlanningProblem:
+    """Return the problem with bf16 among the options of linears that a pin gives it.
+
+    It need not be listed where the target counts FLOPs; where it counts seconds, bf16 needs some.
+    """
+    globs = [glob for glob, option in pins if parse_option(option) == BF16]
+
+    def options(row: LinearChoices) -> dict[str, OptionCost]:
+        if str(BF16) in row.options or not any(glob_matches(row.name, glob) for glob in globs):
+            return row.options
+        return {**row.options, str(BF16): OptionCost(quality_loss=0.0, saving=0.0)}
+
+    return problem.with_options(options)
 
 
 def _pair(text: str) -> tuple[str, str]:

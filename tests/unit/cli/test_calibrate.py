@@ -15,7 +15,7 @@ from megatron_snip.planning.calibration import read_calibration
 from megatron_snip.planning.plan import PrecisionPlan
 from megatron_snip.planning.problem import write_problem
 from tests.processes import run_python
-from tests.unit.planning.build import problem_of
+from tests.unit.planning.build import options_of, problem_of
 
 QUICK = ["--seconds", "1e-6"]
 
@@ -80,6 +80,20 @@ def test_a_table_serves_planning_by_time(tmp_path: Path, printed: Any) -> None:
     write_problem(problem_of([[0.0, 1.0], [0.0, 2.0]]), problem)
     plan = printed("plan", problem, "--cost", "time", "--calibration", table, "--json")
     assert PrecisionPlan.from_dict(json.loads(plan)).efficiency >= 0.5
+
+
+def test_seconds_of_bf16_serve_its_pins(tmp_path: Path, printed: Any) -> None:
+    """Those of the run too: a problem of a run whose target counts FLOPs does not list bf16."""
+    table, file = tmp_path / "table.json", tmp_path / "problem.json"
+    words = ["--linear", "*=128x128", "--formats", "bf16,fp8,fp4", "--tokens", 32]
+    printed("calibrate", *words, *QUICK, "--output", table)
+    problem = problem_of([[0.0, 1.0], [0.0, 2.0], [0.0, 3.0]])
+    pins = (("*.layers.0.*", "bf16"),)
+    write_problem(problem.model_copy(update={"pins": pins}), file)
+    words = [file, "--cost", "time", "--calibration", table, "--target", 0]
+    plan = printed("plan", *words, "--pin", "*.layers.2.*=bf16", "--json")
+    options = options_of(PrecisionPlan.from_dict(json.loads(plan)))
+    assert [option == "bf16" for option in options] == [True, False, True]
 
 
 def test_shapes_come_from_a_training_config_as_a_rank_holds_them(
