@@ -31,7 +31,7 @@ from megatron_snip.linears.te.machine import (
 from megatron_snip.linears.te.modules import te_kind, weights_of
 from megatron_snip.linears.te.recipe_table import RECIPES, RunPrecision
 from megatron_snip.log import warn_once_per_job
-from megatron_snip.options import Option, formats_in
+from megatron_snip.options import BF16, Option, formats_in
 from megatron_snip.planning.calibration import CalibrationTable, with_seconds
 from megatron_snip.planning.problem import PlanningProblem
 from megatron_snip.planning.restrictions import Refusals, reasons, restrict_problem
@@ -211,7 +211,8 @@ def available_options(model: PlannedModel, config: SnipConfig) -> AvailableOptio
             config.options, {}, job=job, ties=ties, lowest_format=config.lowest_format
         )
     lowest = Option.uniform(config.lowest_format)
-    refusals = option_refusals(model, (*config.options, lowest))
+    # BF16 too: a pin may give it where the formats do not.
+    refusals = option_refusals(model, (*config.options, lowest, BF16))
     num_linears = len(model.all_linears)
     options = tuple(o for o in config.options if len(refusals[o]) < num_linears)
     if not any(option.share_in(config.lowest_format) for option in options):

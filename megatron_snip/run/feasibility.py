@@ -12,7 +12,7 @@ from megatron_snip.config import SnipConfig
 from megatron_snip.divergence.quality_loss import unmeasured_problem
 from megatron_snip.errors import InfeasiblePlanError, UsageError, listing, naming_field
 from megatron_snip.linears.availability import AvailableOptions
-from megatron_snip.options import Option
+from megatron_snip.options import BF16, Option
 from megatron_snip.planning.constraints import make_constraints
 from megatron_snip.planning.option_table import make_table
 from megatron_snip.planning.policies import get_policy
@@ -95,6 +95,9 @@ def runnable_pins(
         config: the run's settings.
         linears: all linears of the model.
         available: what they can run.
+
+    Raises:
+        UsageError: for a pin to BF16 of linears that cannot run it.
     """
     tied = {name: names for names in available.ties for name in names}
 
@@ -113,6 +116,9 @@ def runnable_pins(
     for pin, (glob, option) in zip(config.pins, config.pin_pairs, strict=True):
         matching = [each.name for each in linears if glob_matches(each.name, glob)]
         unable = [name for name in matching if not can_run(name, option)]
+        if option == BF16 and unable:  # no other option has as many bits
+            why = reasons({name: available.refusals[BF16].get(name, TIED) for name in unable})
+            raise UsageError(f"'{pin}': {listing(unable, 3)} cannot run bf16: {why}", "pins")
         if not has_wildcards(glob) or not unable or unable == matching:
             pins.append(pin)
             continue

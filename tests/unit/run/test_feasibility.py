@@ -74,6 +74,13 @@ def test_a_glob_pins_the_linears_that_can_run_its_option() -> None:
             first(refusals=refusals, formats="bf16,fp8,fp4", pins=pins)
 
 
+@pytest.mark.parametrize("formats", ["fp8,fp4", "bf16,fp8,fp4"])
+def test_a_pin_to_bf16_of_linears_that_cannot_run_it_is_refused(formats: str) -> None:
+    """Every plan of a run has its pins, and nothing else refuses BF16."""
+    with pytest.raises(UsageError, match=rf"'\*=bf16': {B} cannot run bf16: it is fixed"):
+        run_plans({BF16: {B: "it is fixed"}}, FP8_JOB, formats=formats, pins="*=bf16")
+
+
 def test_a_glob_pins_no_linear_that_is_tied_to_one_that_cannot_run_its_option() -> None:
     refusals = {FP8: {B: "its shape is odd"}}
     plans = run_plans(
