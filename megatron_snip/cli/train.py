@@ -7,7 +7,7 @@ from pathlib import Path
 
 from megatron_snip.cli.common import integer
 from megatron_snip.config import SnipConfig
-from megatron_snip.errors import UsageError
+from megatron_snip.errors import UnsupportedError, UsageError
 from megatron_snip.flags import add_flags, flag_name, given_values
 from megatron_snip.log import warn_once_per_job
 from megatron_snip.trainer.config import TrainConfig, TrainFields, check_ranks, load_train_config
@@ -49,6 +49,7 @@ def run(args: argparse.Namespace) -> int:
 
     Raises:
         UsageError: for bad input; nothing is written then.
+        UnsupportedError: if SNIP cannot run with the settings.
     """
     config = read_settings(args)
     ignored = ignored_flags(args, config)
@@ -61,7 +62,7 @@ def run(args: argparse.Namespace) -> int:
         return launch(config, ranks)
     try:
         train_as_rank(config)
-    except UsageError:
+    except (UsageError, UnsupportedError):
         if os.environ["RANK"] == "0":
             raise
         return 2  # every rank refuses the same input; rank 0 prints it

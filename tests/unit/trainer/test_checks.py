@@ -10,13 +10,15 @@ from collections.abc import Callable
 from ctypes.util import find_library
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
+from megatron_snip.cli import train
 from megatron_snip.cli.commands import build_parser
 from megatron_snip.cli.train import ignored_flags, read_settings
 from megatron_snip.directory import OWN_FOLDERS, mark, mark_new_run, run_id
-from megatron_snip.errors import UsageError
+from megatron_snip.errors import UnsupportedError, UsageError
 from megatron_snip.reporting.events import Event, Metrics
 from megatron_snip.reporting.run_directory import RunDirectory, drop_later_iterations
 from megatron_snip.trainer.checkpoint import (
@@ -363,6 +365,20 @@ def test_variables_that_a_launcher_left_are_refused(
         is_rank()
     monkeypatch.delenv("RANK")
     assert not is_rank()
+
+
+@pytest.mark.parametrize("kind", [UsageError, UnsupportedError])
+def test_what_every_rank_refuses_is_printed_by_rank_0(
+    monkeypatch: pytest.MonkeyPatch, kind: type[UsageError | UnsupportedError]
+) -> None:
+    monkeypatch.setattr(train, "train_as_rank", Mock(side_effect=kind("cannot run")))
+    for each, text in RANK.items():
+        monkeypatch.setenv(each, text)
+    args = build_parser("train").parse_args(["train"])
+    with pytest.raises(kind, match="cannot run"):
+        train.run(args)
+    monkeypatch.setenv("RANK", "1")
+    assert train.run(args) == 2
 
 
 WITHOUT_RANKS = """
