@@ -42,8 +42,8 @@ def load_plugins(modules: Iterable[str] = ()) -> None:
             continue
         try:
             importlib.import_module(name)
-        except Exception as error:  # whatever the import of a stranger's module does
-            if not isinstance(error, ModuleNotFoundError):
+        except (Exception, SystemExit) as error:  # whatever the import of a stranger's module does
+            if not isinstance(error, ModuleNotFoundError | SystemExit):  # a script named by mistake
                 log_failure(logger, f"importing {name}", error)
             text = f"cannot import '{name}': {type(error).__name__}: {one_line(error)}"
             raise UsageError(f"{text}; install it, or drop it", field="plugins") from error

@@ -112,6 +112,15 @@ def test_what_cannot_be_imported_is_named() -> None:
         make_config({"plugins": "no_such_module"})
 
 
+def test_a_module_that_ends_the_process_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "a_script_not_a_plugin.py").write_text("raise SystemExit(7)")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(UsageError, match="cannot import 'a_script_not_a_plugin': SystemExit: 7"):
+        make_config({"plugins": "a_script_not_a_plugin"})
+
+
 def test_a_command_has_the_plugins_that_stand_before_it(
     module: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
