@@ -108,8 +108,10 @@ def runnable_pins(
     def runnable(name: str, option: Option) -> Option:
         if can_run(name, option):
             return option
-        options = [other for other in available.options if can_run(name, other)]
-        return nearest_option(option, options or [available.job[name]])
+        job = available.job[name]
+        options = [other for other in available.options if can_run(name, other)] or [job]
+        nearest = nearest_option(option, options)
+        return nearest if nearest in options or can_run(name, BF16) else job
 
     pins: list[str] = []
     warnings = []
@@ -123,7 +125,9 @@ def runnable_pins(
             pins.append(pin)
             continue
         found = {name: runnable(name, option) for name in matching}
-        pins += [f"{name}={each}" for name, each in found.items()]
+        # A linear that runs only the job's own option needs no pin, and the settings may have none.
+        allowed = (BF16, *available.options)
+        pins += [f"{name}={each}" for name, each in found.items() if each in allowed]
         others = ", ".join(dict.fromkeys(str(found[name]) for name in unable))
         why = reasons({name: available.refusals[option].get(name, TIED) for name in unable})
         warnings.append(

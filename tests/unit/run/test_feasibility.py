@@ -2,8 +2,9 @@
 
 import pytest
 
+from megatron_snip.config import make_config
 from megatron_snip.errors import UsageError
-from megatron_snip.options import BF16
+from megatron_snip.options import BF16, Option
 from tests.unit.planning.build import options_of, plan_of
 from tests.unit.run.build import FP4, FP8, FP8_JOB, A, B, C, first, run_plans, state_of
 
@@ -72,6 +73,18 @@ def test_a_glob_pins_the_linears_that_can_run_its_option() -> None:
     for pins in (f"{B}=fp8", "*.layers.1.*=fp8"):  # no linear of theirs can run it
         with pytest.raises(UsageError, match=rf"'fp8' is not an option of '{B}' \(bf16, fp4\)"):
             first(refusals=refusals, formats="bf16,fp8,fp4", pins=pins)
+
+
+@pytest.mark.parametrize("pinned", ["mxfp8", "fp4"])
+def test_pins_that_replace_a_glob_are_settings_that_can_be_read(pinned: str) -> None:
+    """A report reads them in config.yaml. One linear runs the job's own option only."""
+    refusals = {Option.parse(o): {B: "it is fixed"} for o in ("bf16", "mxfp8", "fp4")}
+    plans = run_plans(
+        refusals, FP8_JOB, formats="mxfp8,fp4", pins=f"*={pinned}", efficiency_target=0.0
+    )
+    assert plans.config.pins == (f"{A}={pinned}", f"{C}={pinned}")
+    assert make_config(plans.config.model_dump(mode="json")) == plans.config
+    assert plans.first_plan(None, 0).plan.linears[B] == FP8
 
 
 @pytest.mark.parametrize("formats", ["fp8,fp4", "bf16,fp8,fp4"])
