@@ -141,8 +141,9 @@ class PlanFields(Section):
 
     target_schedule: tuple[str, ...] = ()
     """ITERATION:TARGET, comma separated: the efficiency target from each iteration on, such as
-    0:0,200:0.75,9000:0.5. 9500:~0 lets it fall from the point before to 0 at 9500, in steps of at
-    most 0.05, the last of them shortly before. A new target needs no new measurement."""
+    0:0,200:0.75,9000:0.5; before the first of them it is --snip-efficiency-target. 9500:~0 lets it
+    fall from the point before to 0 at 9500, in steps of at most 0.05, the last of them shortly
+    before. A new target needs no new measurement."""
 
     heal_from: Annotated[float, Field(gt=0.0, le=2**53)] | None = None
     """Iteration, or fraction of the run (below 1), from which the target falls in steps; it
@@ -175,8 +176,8 @@ class PlanFields(Section):
     pins: tuple[str, ...] = ()
     """GLOB=OPTION, comma separated: linears with a fixed option, for example
     'decoder.layers.0.*=fp8'. The option must be bf16 or one of those that the formats
-    give. Linears that match a glob and cannot run its option get the nearest one of no lower
-    precision."""
+    give. Where only some of the linears that match a glob can run its option, the others get the
+    nearest one of no lower precision; where none can, the run ends."""
 
     change_penalty: Annotated[float, Field(ge=0.0, le=1e150)] = 0.0
     """Price of each linear that changes its option at a refresh, in units of quality loss. The
@@ -198,8 +199,8 @@ class GuardFields(Section):
 
     guard: bool = True
     """Watch the loss after a plan change. If it is NaN or jumps, repeat the iteration under the
-    former plan. If that helps, go back to that plan (and after the first time measure again at
-    once)."""
+    former plan. If that helps, go back to that plan, and measure again at once (unless the plan of
+    such a measurement was reverted)."""
 
     guard_sigmas: Annotated[float, Field(ge=0.0, le=1e6)] = 6.0
     """Smallest rise of the loss that counts as a jump, in standard deviations of its noise from
@@ -264,8 +265,8 @@ class SnipConfig(ScheduleFields, MeasureFields, PlanFields, GuardFields, ReportF
             needed = "granularity gemm and a pipeline_balance other than stage"
             text = f"'{self.heal_order}' raises single GEMMs; it needs {needed}"
             raise UsageError(text, field="heal_order")
-        # The order is kept by leaving options out, and with `time` a linear's options decide what
-        # a target of 0.5 is half of.
+        # The order is kept by leaving options out; with `time` that would change how many seconds a
+        # target asks for.
         if self.heal_order != "plan" and self.cost == "time":
             raise UsageError(
                 f"'{self.heal_order}' counts FLOPs, and --snip-cost is time; use heal_order plan, "
@@ -419,7 +420,7 @@ class SnipConfig(ScheduleFields, MeasureFields, PlanFields, GuardFields, ReportF
             return TargetSchedule(points)
         if train_iters is None:
             raise UsageError("the number of iterations is not known", field="heal_from")
-        if self.heal_from <= 1:  # a fraction; 0.55 * 100 is 55.00000000000001
+        if self.heal_from < 1:  # a fraction; 0.55 * 100 is 55.00000000000001
             begin = math.ceil(round(self.heal_from * train_iters, 6))
         else:
             begin = math.ceil(self.heal_from)

@@ -124,6 +124,13 @@ def run_script(script: Path) -> int:
     except ImportError as error:
         _explain_import(script, error)
         raise
+    except AssertionError as error:
+        if "requires CUDA" in str(error):  # in Megatron's initialization, before its flags are read
+            _print_error(
+                f"this machine has no GPU; to run without one, {CPU_FLAG} comes before the script: "
+                f"-m megatron_snip {CPU_FLAG} {script} ..."
+            )
+        raise
     except SystemExit as end:
         flags_were_refused = end.code == 2
         if not _explain_unreached(script) and flags_were_refused and CPU_FLAG in sys.argv:

@@ -35,7 +35,7 @@ def make_plan(
         previous: The current plan, from which `settings.change_penalty` counts changes. The policy
             `snip` starts from it, and keeps it unless it finds a better one. For policies that
             order linears or GEMMs the penalty only decides between options of a linear that
-            count equally towards the target.
+            count equally towards the target, such as fp4 and mxfp4.
         iteration: Megatron's (1-based) iteration at which the plan is asked for; 0 before training.
 
     Returns:

@@ -1,7 +1,8 @@
 """The guard: reverts a plan that makes the loss jump or NaN.
 
 It judges the first 50 iterations after a plan change, and up to 50 more while a series of spikes
-lasts; loss_monitor.py says what a spike is. At a spike everything that the attempt changed is
+lasts. loss_monitor.py says what a spike is; a series lasts until the loss is back below half of the
+rise that counts. At a spike everything that the attempt changed is
 restored, and the iteration runs again under the fallback plan. So no NaN of a judged iteration
 reaches the weights if the plan caused it. The two losses decide (if both are finite, the plan is to
 blame at the tenth spike of a series in any case):

@@ -60,8 +60,8 @@ class ControllerState:
         history: (first iteration under it, digest) of each plan after the run's first one, in
             order.
         target: the target of the last planning problem, or before any problem that of the first
-            plan. A plan is asked for if the schedule's target differs from it. None, and then no
-            plan is asked for: while a policy that needs measurements has none.
+            plan. A plan is asked for if the schedule's target differs from it. None: a new target
+            makes no plan yet, because the policy needs measurements and there are none.
         schedule: when the last refresh began, and whether one is due.
         solve: what the solver works on, or None.
         guard: the losses and the refused plans; None without a guard.

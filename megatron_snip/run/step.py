@@ -148,10 +148,11 @@ class TrainingStep:
             loss_scale: what `loss_scale` returned; it waits for the device, so ask once.
         """
         config = get_model_config(self.chunks[0])
-        scale = topology.data.size * loss_scale  # the data axis has DP * CP ranks
+        # The data axis has DP * CP ranks. CP ranks share the tokens of a sample.
+        scale = topology.data.size * loss_scale
         if config.calculate_per_token_loss:
             samples = self.kwargs["micro_batch_size"] * self.kwargs["num_microbatches"]
-            tokens = self.kwargs["seq_length"] * samples  # CP ranks share these
+            tokens = self.kwargs["seq_length"] * samples
             scale *= tokens / parallel_state.get_context_parallel_world_size()
         return 1.0 / scale
 

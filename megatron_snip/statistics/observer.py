@@ -142,8 +142,8 @@ class StepObserver:
         self._topology = topology
         self._sensitivities = sensitivities
         self._rows_by_sender = rows_by_sender
-        # What the scale of an entire tensor is made from: its amax, or under delayed scaling the
-        # scale itself.
+        # A scale of an entire tensor needs the tensor's amax; under delayed scaling the scale is
+        # given.
         self._needs_amaxes_or_scales = any(
             fmt.needs_amax_or_scale for fmt in settings.formats.values()
         )
@@ -382,7 +382,7 @@ class StepObserver:
         A rank that fails takes part in what its peers exchange, with zeros.
         """
         own = sample.input
-        x = None if own is None else self._try(call.placement, own.complete)
+        x = None if own is None else self._try(call.placement, own.with_zeros)
         g = self._try(call.placement, partial(self._sampled_grad, call, sample, grad))
         if x is None:
             x = weight.new_zeros((len(sample.rows), weight.shape[1]))
@@ -397,7 +397,7 @@ class StepObserver:
     @staticmethod
     def _sampled_grad(call: _Call, sample: Sample, grad: Tensor) -> Tensor:
         """Return G of the sampled tokens; zeros for those of other ranks."""
-        return rows_of(grad, sample.rows, call.output_is_split, call.token_axis).complete()
+        return rows_of(grad, sample.rows, call.output_is_split, call.token_axis).with_zeros()
 
     def _try(self, placement: Placement, action: Callable[[], T]) -> T | None:
         """Return the result of `action`; None if measuring has failed: training must go on."""

@@ -68,7 +68,7 @@ class OwnRows:
     places: Tensor
     num_rows: int
 
-    def complete(self) -> Tensor:
+    def with_zeros(self) -> Tensor:
         """Return all the sample's rows, [num_rows, features]; zeros for those of other ranks."""
         if len(self.places) == self.num_rows:
             return self.values  # the places ascend, so this is their order

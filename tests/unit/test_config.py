@@ -206,4 +206,5 @@ def test_healing_ends_at_zero_before_the_run() -> None:
     for start in (9000.0, 0.9):
         healed = targets([8999, 9000, 9498, 9995, 10_000], heal_from=start, target_schedule="5:0.6")
         assert healed == [0.6, 0.6, 0.3, 0.0, 0.0]
+    assert make_config({"heal_from": 1}).targets(100).heal_from == 1  # an iteration
     assert make_config({"heal_from": 0.07}).targets(100).heal_from == 7  # 0.07 * 100 is above 7

@@ -3,7 +3,8 @@
 Each of Megatron's Transformer Engine linears has the attribute `te_quant_params`, which describes
 the autocast that its forward runs in. SNIP sets it from the plan, with hooks of the module:
 
-    before the forward    set the recipe: the plan's, or BF16 in BF16 evaluations. If that is not
+    before the forward    set the recipe: the plan's, or BF16 in BF16 evaluations, and what of
+                          `--tp-comm-overlap` it can run (overlap.py). If the recipe is not
                           the job's, a weight that is stored quantized is replaced by its copy in
                           high precision
     after the forward     put a tap on the output, through which an observer sees X, W and G; put
@@ -15,8 +16,8 @@ Two properties of Transformer Engine need care:
   recipe's fields change. So changing the option drops quantizers and quantized weights, also if
   the new option is BF16.
 - It reuses quantized weights until a microbatch is marked as the first of its step; see
-  `FreshWeights`. Up to 2.11 it also reuses an NVFP4 weight that lacks what the backward needs; see
-  `drop_nvfp4_without_columns`.
+  fresh_weights.py. Up to 2.11 it also reuses an NVFP4 weight that lacks what the backward needs;
+  see `drop_nvfp4_without_columns`.
 """
 
 import sys

@@ -226,3 +226,15 @@ def test_bad_argument_files_are_one_line(
     if content is not None:
         file.write_bytes(content)
     assert f"argument file '{file}'" in refused("none.py", f"@{file}")
+
+
+def test_a_script_that_wants_a_gpu_is_told_of_cpu(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Megatron asserts it before it reads its flags, so they do not matter."""
+    script = tmp_path / "pretrain.py"
+    script.write_text('assert False, "Megatron requires CUDA."\n')
+    with pytest.raises(AssertionError):
+        run_script(script)
+    wanted = f"--cpu comes before the script: -m megatron_snip --cpu {script} ..."
+    assert wanted in capsys.readouterr().err
