@@ -16,6 +16,7 @@ from megatron_snip.quantizers.quantize import operand_block, operand_format
 from megatron_snip.quantizers.reference import tensor_scale, tile_amaxes
 from megatron_snip.quantizers.together import GemmOperand, Quantized
 from megatron_snip.statistics.health import OperandCounts
+from megatron_snip.statistics.sample import to_device
 from megatron_snip.types import Gemm, Operand
 
 
@@ -222,11 +223,16 @@ class Operands(NamedTuple):
         return None if known is None else known.of(fmt, operand, gemm)
 
 
-def sums_of_squares(norms: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the sum of squares of each matrix from the norms of its rows, FP64 scalars."""
-    squares = torch.cat(list(norms.values())).square().double()
-    parts = torch.split(squares, [len(of_rows) for of_rows in norms.values()])
-    return {name: part.sum() for name, part in zip(norms, parts, strict=True)}
+def sums_of_squares(norms: Sequence[Tensor]) -> Tensor:
+    """Return the sum of squares of each matrix from the norms of its rows.
+
+    Returns:
+        FP32, one for each matrix; they are summed in FP64.
+    """
+    squares = torch.cat(list(norms)).square().double()
+    lengths = to_device(squares.device, torch.tensor([len(of_rows) for of_rows in norms]))
+    # Its checks of the lengths, which `unsafe` leaves out, would wait for the device.
+    return torch.segment_reduce(squares, "sum", lengths=lengths, unsafe=True).float()
 
 
 def row_norms(tensor: Tensor) -> Tensor:
