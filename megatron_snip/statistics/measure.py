@@ -184,7 +184,8 @@ def partial_sums(
     health_names = [f"{name}.{error}_square" for name in formats for error in _HEALTH_ERRORS]
     health_names += _HEALTH_SQUARES
     squares = sums_of_squares([norms[name] for name in (*scalar_names, *health_names)])
-    scalars, of_health = squares.split([len(scalar_names), len(health_names)])
+    scalars = squares[: len(scalar_names)]
+    of_health = squares[len(scalar_names) :]
     counts = (x_counts, operands.weight.counts, g_counts)
     health = health_sums(counts, of_health.view(1 + num, len(counts)))
     if num_shards > 1:

@@ -232,7 +232,8 @@ def sums_of_squares(norms: Sequence[Tensor]) -> Tensor:
     squares = torch.cat(list(norms)).square().double()
     lengths = to_device(squares.device, torch.tensor([len(of_rows) for of_rows in norms]))
     # Its checks of the lengths, which `unsafe` leaves out, would wait for the device.
-    return torch.segment_reduce(squares, "sum", lengths=lengths, unsafe=True).float()
+    sums: Tensor = torch.segment_reduce(squares, "sum", lengths=lengths, unsafe=True)
+    return sums.float()
 
 
 def row_norms(tensor: Tensor) -> Tensor:
