@@ -30,7 +30,7 @@ lane j is the 16-bit half j % 2 (low half first) of word j // 2, as a signed int
 
 import hashlib
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple, Self
 
@@ -126,7 +126,8 @@ class ColumnMap(NamedTuple):
         return chunk * self.global_chunk + self.col_start + local % self.local_chunk
 
 
-class StochasticStream(NamedTuple):
+@dataclass(frozen=True)
+class StochasticStream:
     """The random numbers of one tensor: a key, and which part of the global tensor it holds.
 
     Attributes:
@@ -145,13 +146,13 @@ class StochasticStream(NamedTuple):
 
     def for_gemm(self, gemm: Gemm) -> Self:
         """Return the stream of the copy that enters `gemm`."""
-        return self._replace(swapped=gemm is Gemm.WGRAD)
+        return replace(self, swapped=gemm is Gemm.WGRAD)
 
     def with_column_stride(self, stride: int, cols: int) -> Self:
         """Return the stream of a tensor that holds every `stride`-th of the `cols` columns."""
         columns = self.column_map(cols)
         assert not any(part % stride for part in columns)
-        return self._replace(columns=ColumnMap(*(part // stride for part in columns)))
+        return replace(self, columns=ColumnMap(*(part // stride for part in columns)))
 
     def column_map(self, cols: int) -> ColumnMap:
         """Return the columns of a local tensor that has `cols` of them."""
@@ -173,7 +174,7 @@ class StochasticStream(NamedTuple):
             counters = torch.arange(first, first + rows * per_row, device=device)
         else:
             counters = self._index(rows, cols, LANES, device).flatten() // LANES
-        return self._replace(drawn=random_bits16(counters, self.key.word))
+        return replace(self, drawn=random_bits16(counters, self.key.word))
 
     def bits16(self, rows: int, cols: int, device: torch.device | None = None) -> Tensor:
         """Return the numbers of a local [rows, cols] tensor, int16, the same on every device."""
