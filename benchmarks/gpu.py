@@ -65,6 +65,7 @@ class Part:
 PARTS = (
     Part("device", "--json", 120.0),
     Part("te", "--json", 240.0),
+    Part("job", "--json", 300.0, cpu_arguments=("--iterations", "18")),
     Part("linear", "--json", 150.0),
     Part("step", "--json", 150.0),
     Part("refresh", "--output", 120.0, (), ("--rounds", "3")),
