@@ -13,9 +13,9 @@ Hopper), and what SNIP does in it:
 
 Times are what Megatron logs. `installed_ratio` is that of an ordinary iteration of a measured case
 to one without SNIP, `measured_ratio` that of an iteration that measures to the ordinary one behind
-it. `same_losses` says whether the measured case logged the losses and gradient norms that its job
-logged without SNIP. Without a GPU the models are tiny, and all jobs BF16. Nothing is run without
-the script, or on a GPU without Transformer Engine.
+it. `peak_gib` is the most memory allocated. `same_losses` says whether the measured case logged the
+losses and gradient norms that its job logged without SNIP. Without a GPU the models are tiny, and
+all jobs BF16. Nothing is run without the script, or on a GPU without Transformer Engine.
 """
 
 from __future__ import annotations
@@ -80,6 +80,7 @@ PLANS = {
 
 LINE = re.compile(r" iteration +(\d+)/.*?elapsed time per iteration \(ms\): ([\d.]+)(.*)")
 LOSSES = re.compile(r"(?:lm loss|grad norm): (\S+)")
+PEAK = re.compile(r"max allocated: ([\d.]+)")
 
 
 def cases(gpu: bool) -> dict[str, list[str]]:
@@ -109,14 +110,16 @@ def run(script: str, flags: Sequence[str], iterations: int, gpu: bool, log: Path
     """Run a case; return what it logged.
 
     Returns:
-        `milliseconds` of each iteration, `losses` (those and gradient norms, as logged), and the
-        plans that were applied; or {"failed": the end of its log}.
+        `milliseconds` of each iteration, `losses` (those and gradient norms, as logged), `peak_mib`
+        and the plans that were applied; or {"failed": the end of its log}.
     """
     start = [sys.executable, "-W", "ignore", "-m", "megatron_snip", *([] if gpu else ["--cpu"])]
     model = GPU_MODEL.split() if gpu else [*CPU_MODEL.split(), *CPU.split()]
     words = [*start, script, *JOB.split(), *model, "--train-iters", str(iterations), *flags]
+    words += ["--log-memory-interval", str(iterations)]
     ranks = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
     ranks |= {"MASTER_PORT": str(free_port()), "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+    ranks |= {"NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0"}  # attention's backward: losses are compared
     with tempfile.TemporaryDirectory() as folder, log.open("w") as file:
         words += ["--snip-output-dir", folder] if "--snip" in flags else []
         try:
@@ -137,6 +140,7 @@ def run(script: str, flags: Sequence[str], iterations: int, gpu: bool, log: Path
     return {
         "milliseconds": [float(milliseconds) for _, milliseconds, _ in rows],
         "losses": [LOSSES.findall(rest) for _, _, rest in rows],
+        "peak_mib": max(map(float, PEAK.findall(text)), default=0.0),
         "plans": re.findall(r"snip: (iteration \d+: plan .*)", text),
     }
 
@@ -156,6 +160,7 @@ def compare(found: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
             result["measured_ms"] = statistics.median(measured)
             result["measured_ratio"] = statistics.median(m / o for m, o in pairs[1:])
         result["iteration_ms"] = statistics.median(times[1:])
+        result["peak_gib"] = case["peak_mib"] / 1024
         if off:
             result["installed_ratio"] = result["iteration_ms"] / off["iteration_ms"]
         if off and what == "measured":
@@ -168,7 +173,8 @@ def compare(found: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
 
 def show(report: dict[str, Any], console: Console) -> None:
     """Print a table of the cases."""
-    columns = ("iteration_ms", "over_bf16", "installed_ratio", "measured_ratio", "same_losses")
+    columns = ("iteration_ms", "over_bf16", "installed_ratio", "measured_ratio")
+    columns += ("peak_gib", "same_losses")
     table = Table("case", *columns)
     for name, result in report["cases"].items():
         values = [result.get(column, "") for column in columns]
