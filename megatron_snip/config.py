@@ -79,15 +79,15 @@ class ScheduleFields(Section):
     """Turn SNIP on. Off means that the model runs exactly as Megatron runs it."""
 
     interval: Count = 200
-    """Iterations between two refreshes. A refresh measures, solves and applies a plan."""
+    """Iterations between two refreshes. A refresh measures every linear and requests a new plan."""
 
     start_step: Count = 100
     """Iteration of the first refresh; the first iteration is 1. Early moments of Adam are noisy;
     before ten steps of the optimizer a refresh waits."""
 
     lag: Count = 2
-    """Iterations between measuring and applying a plan. Training continues meanwhile. The lag
-    is fixed so that a run can be repeated exactly."""
+    """Iterations from the end of a refresh until its plan is applied. Training continues
+    meanwhile. The lag is fixed so that a run can be repeated exactly."""
 
     collect_only: bool = False
     """Only measure and write at refreshes. Linears run as in the job, with the pins, or by
@@ -106,7 +106,8 @@ class MeasureFields(Section):
     iterations, and each of them costs less."""
 
     stat_decay: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.5
-    """Weight of earlier measurements in the running mean of the statistics (all but `first`)."""
+    """Weight of earlier measurements in the running mean of the statistics. The first-order term
+    `first` and the counts of tokens and microbatches are not averaged."""
 
     loss_divergence: LossDivergence = "fisher"
     """Estimator of the loss divergence: `fisher` (second order) or the paper's
@@ -141,9 +142,9 @@ class PlanFields(Section):
 
     target_schedule: tuple[str, ...] = ()
     """ITERATION:TARGET, comma separated: the efficiency target from each iteration on, such as
-    0:0,200:0.75,9000:0.5; before the first of them it is --snip-efficiency-target. 9500:~0 lets it
-    fall from the point before to 0 at 9500, in steps of at most 0.05, the last of them shortly
-    before. A new target needs no new measurement."""
+    0:0,200:0.75,9000:0.5; before the first of them it is --snip-efficiency-target. 9500:~0 is a
+    ramp: the target follows the straight line from the point before to 0 at iteration 9500, rounded
+    to equal steps of at most 0.05. A new target needs no new measurement."""
 
     heal_from: Annotated[float, Field(gt=0.0, le=2**53)] | None = None
     """Iteration, or fraction of the run (below 1), from which the target falls in steps; it
@@ -199,8 +200,8 @@ class GuardFields(Section):
 
     guard: bool = True
     """Watch the loss after a plan change. If it is NaN or jumps, repeat the iteration under the
-    former plan. If that helps, go back to that plan, and measure again at once (unless the plan of
-    such a measurement was reverted)."""
+    former plan. If that helps, go back to the former plan, and measure again at once. If the plan
+    of this new measurement must be reverted too, the next measurement waits for its turn."""
 
     guard_sigmas: Annotated[float, Field(ge=0.0, le=1e6)] = 6.0
     """Smallest rise of the loss that counts as a jump, in standard deviations of its noise from
@@ -277,7 +278,7 @@ class SnipConfig(ScheduleFields, MeasureFields, PlanFields, GuardFields, ReportF
         if self.pipeline_balance == "bottleneck" and self.has_schedule:
             raise UsageError(
                 "'bottleneck' keeps the slowest stage in the lowest precision at every target; "
-                "drop it, or the schedule of targets and healing",
+                "drop it, or the target schedule and healing",
                 field="pipeline_balance",
             )
         if self.iterations_per_refresh > self.interval:
@@ -429,7 +430,8 @@ class SnipConfig(ScheduleFields, MeasureFields, PlanFields, GuardFields, ReportF
             limits = f"{end} (end of target_schedule) and {train_iters} (of the run)"
             raise UsageError(f"got iteration {begin}, must be between {limits}", field="heal_from")
         # The target reaches 0 early enough that some iterations run under its plan. At worst a
-        # refresh is under way, which takes its parts and a lag; then the last plan takes a lag.
+        # refresh begins just then: it measures its parts, its plan takes a lag, and only then can
+        # the last plan be asked for, which takes another lag.
         last = max(begin + 1, train_iters - 2 * self.lag - self.iterations_per_refresh)
         start_of_ramp = Point(begin, points[-1].target)
         end_of_ramp = Point(last, 0.0, ramp=True)

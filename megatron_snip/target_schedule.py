@@ -1,9 +1,9 @@
 """The efficiency target over the iterations of a run.
 
-    0:0,200:0.75,9000:0.5,9500:~0     iteration:target; the target holds from that iteration on, and
-                                      changes linearly over the iterations before it after a `~`
+    0:0,200:0.75,9000:0.5     iteration:target; the target holds from that iteration on
+    9500:~0                   a ramp: from the point before to this one the target changes linearly
 
-Before the first point the target is `efficiency_target`. A linear ramp is made of equal steps of at
+Before the first point the target is `efficiency_target`. A ramp is rounded to equal steps of at
 most `RAMP_STEP`, since each change of the target makes a plan. Healing is a ramp to 0 that
 ends so early that its last plan still trains.
 """

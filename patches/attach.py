@@ -172,7 +172,7 @@ def make_writers(
         resumes = bool(getattr(args, "iteration", 0))
         files = open_run(path, settings, "continue" if resumes else "archive")
         writers.append(files)
-        # Not later: measured times (`calibration.json`) of the run before would be read.
+        # Not later: measured times (`calibration.json`) of an earlier run would be read.
         files.begin()
         logger.info("snip: plans, problems and metrics go to %s", path)
 

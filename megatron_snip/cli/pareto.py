@@ -60,7 +60,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def parse_targets(text: str) -> list[float]:
-    """Read FROM:TO:STEP (both ends included), a comma-separated list, or a schedule of targets.
+    """Read FROM:TO:STEP (both ends included), a comma-separated list, or a target schedule.
 
     Decimal arithmetic: 0:1:0.05 gives 0.15 and not 0.15000000000000002.
 

@@ -228,7 +228,7 @@ def _random_gemm(request: Request, task: Task) -> list[Item]:
 
 
 def _shuffled(request: Request, items: Sequence[T]) -> list[T]:
-    # The same at all targets, so that a schedule of targets lowers the same linears again.
+    # The same at all targets, so that a target schedule lowers the same linears again.
     order = np.random.default_rng([request.settings.seed, 0]).permutation(len(items))
     return [items[k] for k in order]
 
@@ -302,10 +302,10 @@ def _layer_id(request: Request, task: Task) -> list[int]:
 
 
 def _last_blocks(request: Request, task: Task) -> list[int]:
-    """Order so that the first two and the last layers come last.
+    """Order from the third layer towards the last; the first two layers come near the end.
 
-    NVIDIA's rule (arXiv:2509.25149). The last layer stays high the longest, then the
-    first, the one before the last, the second, and the others from the end.
+    NVIDIA's rule (arXiv:2509.25149). The order ends with the second layer, the one before the last,
+    the first, and the last.
     """
     layers = _layers(task)
     last = max(layers)

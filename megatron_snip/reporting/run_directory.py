@@ -66,7 +66,7 @@ logger = logging.getLogger(__name__)
 
 
 OldRun = Literal["continue", "archive", "delete", "refuse"]
-"""What becomes of the files of a run before: the new run continues them, they move to a folder
+"""What becomes of the files of an earlier run: the new run continues them, they move to a folder
 `previous-N`, they are deleted, or they are an error."""
 
 
@@ -274,7 +274,7 @@ def open_run(
     Args:
         path: need not exist.
         settings: the content of config.yaml.
-        old_run: what becomes of the files of a run before, when this one begins
+        old_run: what becomes of the files of an earlier run, when this one begins
             (`RunDirectory.begin`); files that SNIP did not write stay.
         done: where a run continues, the last iteration whose files stay; None keeps all of them.
 
@@ -301,7 +301,7 @@ def open_run(
         else:
             archive = clear_run(path, old_files, archive=old_run != "delete")
             if archive is not None:
-                logger.info("snip: moved files of the run before to '%s'", archive)
+                logger.info("snip: moved files of an earlier run to '%s'", archive)
             mark_new_run(path)
         directory.start(settings)
 
@@ -317,7 +317,7 @@ def _check_inputs(snip: Mapping[str, Any], old_files: Iterable[Path]) -> None:
         name = named.get(file.resolve())
         if name is not None:
             raise UsageError(
-                f"'{inputs[name]}' is a file of the run before, which this run deletes or moves; "
+                f"'{inputs[name]}' is a file of an earlier run, which this run deletes or moves; "
                 "copy it to another folder first",
                 field=name,
             )

@@ -251,7 +251,7 @@ class RunRecord:
 
     @property
     def target(self) -> float | None:
-        """The target as a share of FLOPs; under a schedule of targets, that of the current plan.
+        """The target as a share of FLOPs; under a target schedule, that of the current plan.
 
         None where no plan is made, or where the target counts seconds.
         """

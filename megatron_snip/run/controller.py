@@ -5,8 +5,8 @@
     observe    if a refresh is due, the iteration is measured while it runs; at its end the
                statistics are summed over ranks
     run        the forward-backward, again under another plan if the guard demands it
-    plan       after the last measurement of a refresh all ranks make a planning problem, and rank
-               0 gives it to the solver's process; its plan is due `lag` iterations later
+    plan       after the last part of a refresh all ranks make a planning problem, and rank 0 gives
+               it to the solver's process; its plan is due `lag` iterations later
 
 If measuring, planning or applying fails on one rank, all ranks keep the current plan and continue,
 and rank 0 warns. A new plan that makes the loss jump or NaN is reverted (guard.py).
@@ -166,7 +166,7 @@ class SnipController:
         # The state before the iteration that began last; None before the first one.
         self._before: ControllerState | None = None
         self.model.install()
-        # From here on nothing is refused, so a writer may replace the files of a run before.
+        # From here on nothing is refused, so a writer may replace the files of an earlier run.
         if self.config != config:  # a default target out of reach, or pins that cannot run
             settings = Settings(self.config.model_dump(mode="json"))
             self._reporter.write(Event(num_done, settings))
@@ -374,9 +374,9 @@ class SnipController:
         self._alerts.load_state_dict(state.alerts)
         self.model.runtime.delayed.load_state_dict(state.delayed_scaling)
         guard = state.guard
-        if guard is not None and guard.good is not None:
-            good, _ = self._plans.fitting.plan(guard.good)
-            guard = guard.model_copy(update={"good": good})
+        if guard is not None and guard.first_fallback is not None:
+            fitted, _ = self._plans.fitting.plan(guard.first_fallback)
+            guard = guard.model_copy(update={"first_fallback": fitted})
         self._guard.load_state_dict(guard)
 
     def _start(self, state: ControllerState | None, first: FirstPlan, num_done: int) -> None:
@@ -390,13 +390,13 @@ class SnipController:
         former_plan = None if state is None else state.plan
         self._current.start(former_plan, num_done, may_change=self._schedule.changes_plans)
         if state is not None and state.plan.digest != self.plan.digest:
-            # The guard judges the new plan, and may fall back to the stopped run's plan, made to
-            # fit this run. But the new plan may be just that. Then the fallback stays what it was
-            # in the stopped run.
-            former, _ = self._plans.fitting.plan(state.plan)
-            continues_former_plan = former.digest == self.plan.digest
-            fallback = self._guard.state.good if continues_former_plan else former
-            self._guard.plan_changed(fallback)
+            # The guard judges the new plan. Its fallback is the stopped run's plan, made to fit
+            # this run. With new pins or formats this fitted plan can equal the new plan. Then the
+            # fallback of the stopped run stays.
+            fitted, _ = self._plans.fitting.plan(state.plan)
+            equals_new_plan = fitted.digest == self.plan.digest
+            fallback = self._guard.state.first_fallback if equals_new_plan else fitted
+            self._guard.plan_changed(fallback=fallback)
         for text in self._differences(state, first):
             self._reporter.warn(text)
         if state is not None and self._schedule.changes_plans:
@@ -436,8 +436,9 @@ class SnipController:
                 plan = without_objective(plan)  # all quality losses of its problem were 0
             self._check(plan)
             self._current.apply(plan)
-            if changed_linears(self.plan, plan):
-                self._guard.plan_changed(self.plan)
+            former = self.plan  # `apply` changes the linears, and `replace` below the current plan
+            if changed_linears(former, plan):
+                self._guard.plan_changed(fallback=former)
             # This is read first, because `replace` starts the mean of the new plan.
             mean_step_s = self._current.step_times.mean_s
             saving_s = self._plans.saving_s(plan, num_microbatches)
@@ -456,8 +457,8 @@ class SnipController:
         """All ranks: begin a refresh that is due, or wait for the optimizer's moments."""
         if not self._schedule.is_due(iteration, self._guard.state.refresh_at):
             return
-        # A plan may still be on its way: one for a new target, or one after a refresh out of turn
-        # (the guard's).
+        # The solver may still work on a plan: one for a new target, or that of a refresh that the
+        # guard asked for out of turn.
         if self._solve.is_under_way:
             self._schedule.leave_out(iteration)
             return

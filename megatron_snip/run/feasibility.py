@@ -48,7 +48,7 @@ def check_settings(problem: PlanningProblem, config: SnipConfig, settings: PlanS
     with naming_field("policy"):
         policy = get_policy(config.policy, problem)
         if config.has_schedule and not policy.heeds_target:
-            raise UsageError(f"'{config.policy}' has no target; drop it or the schedule of targets")
+            raise UsageError(f"'{config.policy}' has no target; drop it or the target schedule")
     makes_plans = not config.collect_only
     if config.plan_file is not None and makes_plans and not policy.needs_statistics:
         raise UsageError(

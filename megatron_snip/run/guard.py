@@ -1,11 +1,10 @@
 """The guard: reverts a plan that makes the loss jump or NaN.
 
 It judges the first 50 iterations after a plan change, and up to 50 more while a series of spikes
-lasts. loss_monitor.py says what a spike is; a series lasts until the loss is back below half of the
-rise that counts. At a spike everything that the attempt changed is
-restored, and the iteration runs again under the fallback plan. So no NaN of a judged iteration
-reaches the weights if the plan caused it. The two losses decide (if both are finite, the plan is to
-blame at the tenth spike of a series in any case):
+lasts. loss_monitor.py says what a spike is, and when a series of spikes ends. At a spike everything
+that the attempt changed is restored, and the iteration runs again under the fallback plan. So no
+NaN of a judged iteration reaches the weights if the plan caused it. The two losses decide (if both
+are finite, the plan is to blame at the tenth spike of a series in any case):
 
     the plan is to blame      it is reverted: the fallback stays, and the plan is refused if it
                               comes again (the last 16 reverted plans are remembered). After the
@@ -16,8 +15,9 @@ blame at the tenth spike of a series in any case):
                               loss that is NaN under both is left to Megatron's own check
 
 A gradient that is not finite counts as a loss that is not finite. The fallback is the first of
-these that differs from the current plan: the plan before the change; what the job itself runs, with
-the pins. If none differs at a spike, the guard judges nothing from then until the next plan change.
+these that differs from the current plan: `GuardState.first_fallback`, which is usually the plan
+before the change; what the job itself runs, with the pins. If none differs at a spike, the guard
+judges nothing from then until the next plan change.
 
 Outside the iterations that are judged the loss is summed asynchronously after the backward, and
 read at the end of the iteration.
@@ -28,6 +28,8 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Annotated, Any
+
+from pydantic import AliasChoices, Field
 
 from megatron_snip.files import OwnSchema
 from megatron_snip.linears.model import PlannedModel
@@ -51,17 +53,21 @@ class GuardState(Record):
     """What a checkpoint keeps of the guard.
 
     Attributes:
-        loss: the losses and the watch.
-        good: the plan to fall back to: the one before the last change. After a revert it equals the
-            current plan; then the fallback is what the job itself runs. It need not have been
-            judged to the end. None: none is known.
+        loss: the losses so far, and what the current plan is judged by.
+        first_fallback: the plan that the guard falls back to, unless it equals the current plan.
+            Usually it is the plan before the last change. A change during a series of spikes leaves
+            it as it was. A revert makes it the current plan, so the next fallback is what the job
+            itself runs. It need not have been judged to the end. None: there is no earlier plan.
+            Earlier checkpoints call it `good`.
         refused: digests of plans that were reverted.
         num_reverted: plans reverted since one was last judged good.
         refresh_at: iteration from which a refresh is wanted because a plan was reverted, or None.
     """
 
     loss: LossMonitor = LossMonitor()
-    good: Annotated[PrecisionPlan, OwnSchema()] | None = None
+    first_fallback: Annotated[PrecisionPlan, OwnSchema()] | None = Field(
+        default=None, validation_alias=AliasChoices("first_fallback", "good")
+    )
     refused: tuple[str, ...] = ()
     num_reverted: int = 0
     refresh_at: int | None = None
@@ -110,8 +116,8 @@ class Guard:
             model: the planned linears.
             optimizer: Megatron's, whose gradients are zeroed before a second run.
             job_fallback: given the current plan and the iteration, returns what the job itself
-                runs, with the pins. That is the fallback if `state.good` is None or the current
-                plan.
+                runs, with the pins. That is the fallback if `state.first_fallback` is None or the
+                current plan.
         """
         self.is_on = sigmas is not None
         self.state = GuardState()
@@ -133,21 +139,22 @@ class Guard:
         """Return whether a plan is among the last MAX_REFUSED that were reverted."""
         return plan.digest in self.state.refused
 
-    def plan_changed(self, old: PrecisionPlan | None) -> None:
+    def plan_changed(self, *, fallback: PrecisionPlan | None) -> None:
         """Judge a new plan from the coming iteration on.
 
         Args:
-            old: the plan to fall back to, usually the former one. If the new plan replaces a plan
-                in the middle of its spikes, the fallback stays as it was. None: no plan is known to
-                be good.
+            fallback: the plan to fall back to, usually the one before the change. It is not used if
+                the change comes during a series of spikes: then `first_fallback` stays as it was.
+                None: there is no earlier plan.
         """
         if not self.is_on:
             return
         watch = self.state.loss.watch
-        had_spikes = watch is not None and watch.num_spikes > 0
-        good = self.state.good if had_spikes else old
+        is_in_series = watch is not None and watch.num_spikes > 0
+        if is_in_series:
+            fallback = self.state.first_fallback
         loss = self.state.loss.after_plan_change(self._sigmas)
-        self.state = self.state.model_copy(update={"good": good, "loss": loss})
+        self.state = self.state.model_copy(update={"first_fallback": fallback, "loss": loss})
 
     def begin(self, iteration: int) -> None:
         """Make ready for an iteration, before `is_judging` is read.
@@ -243,7 +250,7 @@ class Guard:
 
     def _fallback(self, plan: PrecisionPlan, iteration: int) -> PrecisionPlan | None:
         """Return what replaces the current plan after a spike; None if nothing else is left."""
-        for other in (self.state.good, self._job_fallback(plan, iteration)):
+        for other in (self.state.first_fallback, self._job_fallback(plan, iteration)):
             if other is not None and other.digest != plan.digest:
                 return other
         return None
@@ -254,7 +261,7 @@ class Guard:
         self._before = None  # a repeated iteration runs under the fallback
         self.state = GuardState(
             loss=self.state.loss.after_plan_change(self._sigmas),
-            good=fallback,
+            first_fallback=fallback,
             refused=(*self.state.refused, plan.digest)[-MAX_REFUSED:],
             num_reverted=num_reverted,
             # One refresh at once. If its plan is reverted too, the next refresh waits for its turn.

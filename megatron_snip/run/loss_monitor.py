@@ -8,12 +8,13 @@ losses l_i before the change that were no spikes (at most 16) come
              (robust; a slope does not enter)
     limit    level + max(sigmas * noise, 0.2 * |level|)
 
-A loss above the limit, or one that is not finite, is a spike. Then the iteration runs again, from
-the same weights, under another plan. The new plan is to blame
+A loss above the limit, or one that is not finite, is a spike. A series of spikes ends with the
+first loss of at most (level + limit) / 2. After a spike the iteration runs again, from the same
+weights, under another plan. The new plan is to blame
 
-    if its loss was not finite and the second one is,
-    if the second run undoes more than half of the rise,
-    or at the tenth spike without a return to half of the rise.
+    if its loss was not finite and that of the second run is,
+    if the second run lowers the loss by more than half of (loss - level),
+    or at the tenth spike of a series.
 
 Records of numbers only: no model, no ranks.
 """
@@ -31,8 +32,8 @@ WATCHED_ITERATIONS = 50
 """Iterations after a plan change that are judged."""
 
 PATIENCE = 10
-"""Iterations above the limit, with no return to half of the rise, after which the plan is reverted
-whatever a second run shows: the plan may have damaged the weights."""
+"""The spike of a series at which the plan is reverted whatever the second run shows, if both losses
+are finite: the plan may have damaged the weights."""
 
 MIN_RISE = 0.2
 """Smallest rise that counts, as a share of the level."""
@@ -64,7 +65,7 @@ class Watch(Record):
         left: iterations still to be judged; 0 or less in a series of spikes that lasts longer.
         level: the level of the loss before the plan change.
         limit: losses above it are spikes.
-        num_spikes: spikes since the loss was last below half of the rise.
+        num_spikes: spikes in the series that has not ended; 0 outside a series.
     """
 
     left: int
@@ -132,11 +133,11 @@ class LossMonitor(Record):
             num_spikes += 1
         elif loss <= (watch.level + watch.limit) / 2:
             num_spikes = 0
-        # Losses between a spike and the return from it are not ordinary ones.
+        # Within a series of spikes, losses below the limit are not ordinary ones either.
         recent = with_loss if num_spikes == 0 else self.recent
         left = watch.left - 1
-        # A series of spikes is watched to its end. A loss that stays between half of the rise and
-        # the limit would not end it.
+        # A series of spikes is watched to its end, but not forever: a loss that stays between
+        # (level + limit) / 2 and the limit does not end it.
         has_lasted = left <= -WATCHED_ITERATIONS
         if left <= 0 and (num_spikes == 0 or has_lasted):
             return LossMonitor(recent=recent)

@@ -132,7 +132,7 @@ class Observations:
 
     @property
     def mean(self) -> StatisticsTable | None:
-        """The running mean of the statistics, or None before the first complete measurement."""
+        """The running mean of the statistics, or None before the first complete refresh."""
         return self._progress.mean
 
     def may_begin(self) -> bool:
@@ -152,7 +152,7 @@ class Observations:
 
         Args:
             iteration: the iteration that is about to run.
-            part: which part; the first one begins a new measurement.
+            part: which part; part 0 begins a new refresh.
             num_parts: the number of parts of all linears.
 
         Returns:

@@ -209,7 +209,7 @@ class RunPlans:
             return PlanSource.FILE
         if not get_policy(config.policy).needs_statistics:
             has_new_settings = bool(changed - {"plan_file"})
-            # With a schedule of targets the stopped run may have planned since its start.
+            # With a target schedule the stopped run may have planned since its start.
             may_have_planned_since = state is not None and config.has_schedule
             if not may_have_planned_since or has_new_settings:
                 return PlanSource.POLICY

@@ -27,9 +27,10 @@ class Replanner:
     """Decides what the solver works on; all ranks call every method together.
 
     Attributes:
-        target: the target that a new one is compared with. It is that of the last problem, at first
-            that of the plan that the run starts with. None: a new target makes no new plan yet,
-            because the policy needs measurements and there are none.
+        target: the target of the last planning problem; before the first problem, the target of
+            the plan that the run starts with. A new plan is made when the target schedule has
+            another target. None: a new target makes no plan yet, because the policy needs
+            measurements and there are none.
     """
 
     def __init__(

@@ -1,7 +1,8 @@
 """When a run measures and when it plans; the same on all ranks.
 
     iteration i           a refresh is due: part 0 of the linears is measured
-    i + 1, i + 2, ...     its other parts, one an iteration (`--snip-measure-fraction`)
+    i + 1, i + 2, ...     its other parts, one an iteration (`--snip-measure-fraction`); the
+                          refresh ends with the last part
     last part + lag       the plan of the refresh is applied
 
 `RefreshSchedule` counts iterations. The controller decides whether a refresh that is due may begin:
@@ -19,7 +20,7 @@ from megatron_snip.planning.policies import get_policy
 
 @dataclass(frozen=True)
 class ScheduleState:
-    """What a checkpoint keeps of the schedule.
+    """What a checkpoint keeps of the refresh schedule.
 
     Attributes:
         refreshed: the first iteration of the last refresh that began, or None.
@@ -36,7 +37,7 @@ class RefreshSchedule:
 
     Attributes:
         plans_without_statistics: whether the policy needs no statistics. Then it plans before the
-            first iteration, and again only if the schedule of targets changes the target.
+            first iteration, and again only if the target schedule changes the target.
         changes_plans: whether refreshes or changes of the target lead to new plans.
         iterations_per_refresh: number of iterations that one refresh measures, each of them a part
             of the linears.

@@ -20,8 +20,8 @@ linears.delayed_scaling. The others have the names of their owners.
 Version 2 has other names and no `due_since`; it is still read.
 
 If the solver was working on a plan, its problem is stored: the resumed run solves it again, and
-with the same lag applies the plan at the same iteration. Of a refresh in parts only the iteration
-is stored at which it began: it begins again.
+with the same lag applies the plan at the same iteration. If a refresh had measured some of its
+parts only, they are not stored, and the resumed run begins that refresh again.
 """
 
 import logging
@@ -59,10 +59,11 @@ class ControllerState:
         plan: the current plan.
         history: (first iteration under it, digest) of each plan after the run's first one, in
             order.
-        target: the target of the last planning problem, or before any problem that of the first
-            plan. A plan is asked for if the schedule's target differs from it. None: a new target
-            makes no plan yet, because the policy needs measurements and there are none.
-        schedule: when the last refresh began, and whether one is due.
+        target: the target of the last planning problem; before the first problem, the target of
+            the first plan. A new plan is requested when the target schedule has another target.
+            None: a new target makes no plan yet, because the policy needs measurements and there
+            are none.
+        schedule: of the refresh schedule: when the last refresh began, and whether one is due.
         solve: what the solver works on, or None.
         guard: the losses and the refused plans; None without a guard.
         observations: the running mean of the measurements, or None.

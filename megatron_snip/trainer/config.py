@@ -195,7 +195,8 @@ class OutputFields(Section):
     """Load the checkpoint of this iteration instead of the latest."""
 
     run_dir: Path = Path("runs/train")
-    """Directory of the run's files and of its data. A resumed run continues these files."""
+    """Directory of the run's files and of its data. A run that resumes from its own checkpoint
+    continues its files there."""
 
     tensorboard_dir: Path | None = None
     """Write TensorBoard files to this directory."""
@@ -204,8 +205,8 @@ class OutputFields(Section):
     """Log to this Weights & Biases project (offline unless WANDB_MODE is set)."""
 
     overwrite: bool = False
-    """Replace the files of a previous run in run_dir; a run that resumes moves them to previous-1/.
-    Files that SNIP did not write stay."""
+    """Let a new run delete the files of an earlier run in run_dir. Files that SNIP did not write
+    stay. A run that resumes deletes nothing: it moves files of another run to previous-1/."""
 
 
 class TrainFields(ModelFields, ParallelFields, TrainingFields, OutputFields):

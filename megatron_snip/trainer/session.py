@@ -163,7 +163,7 @@ def run_session(config: TrainConfig, console: Console | None) -> TrainingResult:
             writers.append(ProgressWriter(config, console))
         stops = stop_requests(control) if config.save else nullcontext(lambda: None)
         with stops as stop, closing(make_hook(state, writers, start)) as hook:
-            # Nothing of this run was refused, so it may replace the files of the run before.
+            # Nothing of this run was refused, so it may replace the files of an earlier run.
             identity = begin_run(directory, datasets.source, control)
             save = partial(save_checkpoint, state, control, identity) if config.save else None
             result = train(state, datasets, hook, start, save, stop)

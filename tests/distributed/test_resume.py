@@ -55,13 +55,14 @@ def resume(
         at_start = controller.plan
         guard = controller.state(stop).guard
         watch = None if guard is None else guard.loss.watch
+        fallback = None if guard is None else guard.first_fallback
         trainer.advance(2, controller)
         controller.close()
         return {
             "before": options(before),
             "at start": options(at_start),
             "watched": None if watch is None else watch.left,
-            "fallback": None if guard is None or guard.good is None else options(guard.good),
+            "fallback": None if fallback is None else options(fallback),
             "first iteration": options(plan_of_iteration(trainer, at_start, stop + 1)),
             "fractions": [v["lowest_precision_fraction"] for _, v in trainer.events.metrics],
             "shares": [applied.format_shares for _, applied in trainer.events.applied],

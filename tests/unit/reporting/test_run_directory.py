@@ -285,7 +285,7 @@ def test_a_plan_file_is_not_moved_or_deleted_before_it_is_read(
     mark(tmp_path)
     before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
     plan_file = str(tmp_path / "health" / ".." / "plans" / "11.json")
-    with pytest.raises(UsageError, match=r"11\.json' is a file of the run before") as caught:
+    with pytest.raises(UsageError, match=r"11\.json' is a file of an earlier run") as caught:
         open_run(tmp_path, {"snip": {"plan_file": plan_file}}, old_run, done)
     assert caught.value.field == "plan_file"
     assert {path: path.read_bytes() for path in before} == before

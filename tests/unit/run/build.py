@@ -26,7 +26,7 @@ PLAN = plan_of(["fp4-fp8-bf16"], iteration=2, objective=None, target=0.5)
 PENDING = PendingProblem(6, 8, problem_of([[0.0, 1.0]]))
 GUARD = GuardState(
     loss=LossMonitor(recent=(2.0, 1.9)).after_plan_change(6.0),
-    good=PLAN,
+    first_fallback=PLAN,
     refused=("0" * 64,),
     num_reverted=1,
     refresh_at=9,

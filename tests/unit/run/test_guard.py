@@ -34,7 +34,7 @@ class Run:
         monitor = LossMonitor(recent=(2.0,) * 20).after_plan_change(6.0)
         for _ in range(num_spikes):
             monitor = monitor.add(losses[0])
-        self.guard.load_state_dict(GuardState(loss=monitor, good=FALLBACK))
+        self.guard.load_state_dict(GuardState(loss=monitor, first_fallback=FALLBACK))
 
     def iterate(self, plan: PrecisionPlan = PLAN) -> Outcome:
         """In the controller's order."""
@@ -97,7 +97,7 @@ def test_a_repeated_iteration_is_judged_if_its_first_run_ended_the_watch() -> No
     loss = run.guard.state.loss
     assert loss.watch is not None
     ending = loss.model_copy(update={"watch": loss.watch.model_copy(update={"left": 1})})
-    run.guard.load_state_dict(GuardState(loss=ending, good=FALLBACK))
+    run.guard.load_state_dict(GuardState(loss=ending, first_fallback=FALLBACK))
     assert run.iterate().fallback is None
     assert not run.guard.is_judging
     assert run.iterate().fallback is FALLBACK

@@ -13,7 +13,7 @@ from tests.unit.run.build import FP8_JOB, A, first, run_plans, state_of
 
 FILE = Path("plan.json")
 RANDOM: dict[str, Any] = {"policy": "random", "target_schedule": "0:0.75,5:0.5"}
-"""A policy that needs no measurement, with a schedule of targets."""
+"""A policy that needs no measurement, with a target schedule."""
 
 
 @pytest.mark.parametrize(

@@ -36,6 +36,13 @@ def test_there_and_back(state: ControllerState) -> None:
     assert ControllerState.from_dict(torch.load(file, weights_only=True)) == state
 
 
+def test_earlier_checkpoints_call_the_fallback_good() -> None:
+    value = STATE.to_dict()
+    value["guard"]["good"] = value["guard"].pop("first_fallback")
+    assert value["guard"]["good"] is not None
+    assert ControllerState.from_dict(value) == STATE
+
+
 @pytest.mark.parametrize(
     "guard",
     [
