@@ -210,7 +210,7 @@ class DelayedScaling:
         moved = torch.cat([history[1:], newest[None]])
         is_most_recent = self._config.fp8_amax_compute_algo == "most_recent"
         found = newest if is_most_recent else moved.amax(dim=0)
-        moved[0] = 0.0
+        moved[0].zero_()  # an assignment would wait for the device
         was_noted = newest != 0
         history.copy_(torch.where(was_noted, moved, history))
         amax = self._amax[operands]

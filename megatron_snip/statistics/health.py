@@ -147,7 +147,7 @@ def health_sums(counts: Sequence[OperandCounts], squares: Tensor) -> Tensor:
     heads[:, 0] = squares.flatten()
     heads[: len(by_format), 1] = torch.stack([each.zeroed[f] for each, f in by_format])
     for i, each in enumerate(counts, start=len(by_format)):
-        heads[i, 1] = each.num_elements
+        heads[i, 1].fill_(each.num_elements)  # an assignment would wait for the device
     for i, (each, f) in enumerate(by_format):
         number = each.saturated[f]
         if number is not None:

@@ -139,10 +139,10 @@ def weight_norms(
         if grad is not None and owns_part:
             num_replicas = 1 if sensitivity is None else sensitivity.num_replicas
             norms[0] = _square(_owned_by(shard, grad)) / loss_scale**2 / num_replicas
-            norms[2] = 1.0
+            norms[2].fill_(1.0)  # an assignment would wait for the device
         is_first = rank == 0 and placement.tensor.rank == 0
         if sensitivity is not None and is_first:  # `step_square` is that of the unsharded weight
-            norms[1] = sensitivity.step_square
+            norms[1].fill_(sensitivity.step_square)
         found[placement.name] = norms + found.get(placement.name, 0.0)
     return found
 
@@ -181,7 +181,7 @@ class ShardSums(NamedTuple):
         if shard is None or found is None:
             return cls(rows, cols, scalars)
         inverse_d, update = found
-        scalars[0] = shard.end - shard.start
+        scalars[0].fill_(shard.end - shard.start)  # an assignment would wait for the device
         scalars[1] = _square(update)
         scalars[2] = shard.learning_rate**2 * scalars[1]
         inverse = inverse_d.square_()
