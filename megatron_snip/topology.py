@@ -73,7 +73,7 @@ class Placement:
         kind: `column` shards out_features, `row` shards in_features.
         in_features: Number of input features K of the complete linear.
         out_features: Number of output features N of the complete linear.
-        tensor: The axis over which it is sharded; an axis of one shard where it is replicated.
+        tp: The tensor axis over which it is sharded; an axis of one shard where it is replicated.
         num_chunks: 2 for a gated fc1, whose shard is [gate_r; up_r] of [gate; up]; else 1.
         expert: Global index of the expert, or None for a dense linear.
         num_active: Number of experts that see each token (1 for a dense linear). FLOPs count
@@ -85,7 +85,7 @@ class Placement:
     kind: LinearKind
     in_features: int
     out_features: int
-    tensor: Axis = Axis()
+    tp: Axis = Axis()
     num_chunks: int = 1
     expert: int | None = None
     num_active: float = 1.0
@@ -110,8 +110,8 @@ class Topology:
         rank: Global rank; rank 0 solves and writes.
         world_size: Number of ranks.
         stage: Pipeline-parallel rank.
-        tensor: Tensor-parallel axis of the dense linears.
-        expert_tensor: Tensor-parallel axis of the experts' linears.
+        tp: Tensor-parallel axis of the dense linears.
+        expert_tp: Tensor-parallel axis of the experts' linears.
         data: Ranks with the same dense weights and other tokens (DP x CP).
         expert_data: Ranks with the same experts' weights and other tokens.
         context: Number of ranks among which the tokens of each sequence are divided. These ranks
@@ -124,8 +124,8 @@ class Topology:
     rank: int = 0
     world_size: int = 1
     stage: int = 0
-    tensor: Axis = Axis()
-    expert_tensor: Axis = Axis()
+    tp: Axis = Axis()
+    expert_tp: Axis = Axis()
     data: Axis = Axis()
     expert_data: Axis = Axis()
     context: int = 1

@@ -84,8 +84,8 @@ def current_topology() -> Topology:
         rank=dist.get_rank(),
         world_size=world,
         stage=parallel_state.get_pipeline_model_parallel_rank(),
-        tensor=_axis(tensor),
-        expert_tensor=_axis(expert_tensor),
+        tp=_axis(tensor),
+        expert_tp=_axis(expert_tensor),
         data=_axis(data),
         expert_data=_axis(expert_data),
         context=int(parallel_state.get_context_parallel_world_size()),
@@ -295,20 +295,20 @@ def _placements(
         first = first_local_expert(config)
         experts = list(range(first, first + len(weights)))
     is_expert = experts[0] is not None
-    tensor = topology.expert_tensor if is_expert else topology.tensor
+    tp = topology.expert_tp if is_expert else topology.tp
     if is_replicated(module):
-        tensor = Axis(rank=tensor.rank)  # one shard, which several ranks hold
+        tp = Axis(rank=tp.rank)  # one shard, which several ranks hold
     rows, cols = weights[0].shape
     gated = bool(config.gated_linear_unit) and name.endswith("linear_fc1")
-    _warn_of_short_tiles((rows // 2 if gated else rows, cols), name, tensor)
+    _warn_of_short_tiles((rows // 2 if gated else rows, cols), name, tp)
     return [
         Placement(
             name=linear_name(layer_number, name, block),
             stage=topology.stage,
             kind=kind,
-            in_features=cols * (tensor.size if kind == "row" else 1),
-            out_features=rows * (tensor.size if kind == "column" else 1),
-            tensor=tensor,
+            in_features=cols * (tp.size if kind == "row" else 1),
+            out_features=rows * (tp.size if kind == "column" else 1),
+            tp=tp,
             num_chunks=2 if gated else 1,  # gate and up are sharded separately
             expert=expert,
             num_active=float(config.moe_router_topk) if is_expert else 1.0,
@@ -324,9 +324,9 @@ def first_local_expert(config: Any) -> int:
     return rank * (int(config.num_moe_experts) // size)
 
 
-def _warn_of_short_tiles(shape: tuple[int, int], name: str, tensor: Axis) -> None:
+def _warn_of_short_tiles(shape: tuple[int, int], name: str, tp: Axis) -> None:
     """Warn where tiles of 128 straddle shards: results then depend slightly on the layout."""
-    if any(size % 128 for size in shape) and tensor.size > 1:
+    if any(size % 128 for size in shape) and tp.size > 1:
         warn_once_per_job(
             logger,
             f"shard {shape} of {name.split('.')[-1]} is not a multiple of 128: the last tiles are "

@@ -153,7 +153,7 @@ class SimulatedLinear(ABC):
         call = LinearCall(
             option=self.option,
             stream=partial(self._runtime.next_stream, placement, first_row),
-            tp_group=tp_group or placement.tensor.group,
+            tp_group=tp_group or placement.tp.group,
             cache=cache,
             fuse_wgrad=fuse_wgrad and not self._weights_are_freed,
             saves_input=self._saves_input,

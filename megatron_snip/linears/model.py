@@ -212,9 +212,7 @@ class PlannedModel:
             return {
                 each.instance: own[each.instance]
                 for each in placements
-                if each.instance in own
-                and not each.tensor.rank
-                and not topology.data_axis(each).rank
+                if each.instance in own and not each.tp.rank and not topology.data_axis(each).rank
             }
 
         counted = attempt("saving histories of delayed scaling", counted_here, topology.control)

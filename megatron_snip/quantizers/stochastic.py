@@ -217,7 +217,7 @@ def grad_output_stream(
         microbatch: its index within the iteration over all data- and context-parallel ranks.
         first_row: the index of grad_output's first token within the microbatch.
     """
-    axis = placement.tensor
+    axis = placement.tp
     columns = None
     if placement.kind == "column":
         cols = placement.out_features // axis.size

@@ -215,8 +215,8 @@ class PairedEvaluation:
         if parallel_state.get_context_parallel_world_size() > 1:  # parts of each sample
             sum_over(pairs, parallel_state.get_context_parallel_group())
         context_rank = parallel_state.get_context_parallel_rank()
-        tensor_rank = self._runtime.topology.tensor.rank
-        if context_rank == 0 and tensor_rank == 0:  # one of the ranks that share the samples
+        tp_rank = self._runtime.topology.tp.rank
+        if context_rank == 0 and tp_rank == 0:  # one of the ranks that share the samples
             x, t = pairs.cpu()
             parts = (torch.ones_like(x), x, t, x * x, x * t, t * t)
             self._sums[:6] += torch.stack([part.sum() for part in parts])

@@ -206,8 +206,8 @@ class StepObserver:
         # One shard, but a split input: the weight is replicated (a down-projection of latent
         # attention), and sequence parallelism splits the tokens over the model's tensor axis.
         # (Without tensor parallelism both axes have size 1.)
-        is_replicated = input_is_split and placement.tensor.size == 1
-        token_axis = self._topology.tensor if is_replicated else placement.tensor
+        is_replicated = input_is_split and placement.tp.size == 1
+        token_axis = self._topology.tp if is_replicated else placement.tp
         call = _Call(
             placement=placement,
             weight=weight if callable(weight) else weight.detach,
@@ -316,7 +316,7 @@ class StepObserver:
         Args:
             call: the forward.
             kept: what the forward kept.
-            grad: G [tokens, N] of all tokens.
+            grad: G [tokens, N] of all tokens, or under `output_is_split` of this rank's tokens.
             delayed: the linear's scales [3] of X, W and G if it runs delayed scaling.
         """
         tensor = self._try(call.placement, call.weight)
@@ -340,6 +340,8 @@ class StepObserver:
             placement, partial(sampled_features, stream, grad.shape[1], sample.first_feature)
         )
         features = features or slice(None)
+        # The sample has single tokens first, then those of complete tiles. `of_dgrad` selects among
+        # the single tokens.
         operands = Operands(
             input=x[sample.single],
             weight=weight,
@@ -353,7 +355,7 @@ class StepObserver:
             partial_sums,
             operands,
             kind=placement.kind,
-            num_shards=placement.tensor.size,
+            num_shards=placement.tp.size,
             formats=settings.formats,
             stream=stream,
             sensitivity=self._sensitivities.get(placement),
@@ -362,12 +364,12 @@ class StepObserver:
         sums = self._try(placement, measure)
         if sums is not None:
             self._sums.add_amax(placement, sums.amax)
-        if placement.tensor.group is not None:
+        if placement.tp.group is not None:
             if sums is None:
                 sums = PartialSums.zeros(placement.kind, operands, settings.formats)
-            sums = sums.summed(placement.tensor.group)
+            sums = sums.summed(placement.tp.group)
         # The sums are those of all shards; one rank adds them to the table.
-        if sums is not None and placement.tensor.rank == 0:
+        if sums is not None and placement.tp.rank == 0:
             stride = features.step or 1
             add = partial(
                 self._sums.add, placement, sample, sums, operands.grad_output, feature_stride=stride

@@ -81,10 +81,10 @@ def gather_sensitivities(
     by_axes: dict[tuple[Axis, Axis], list[Placement]] = defaultdict(list)
     for placement in weights:
         data = topology.data_axis(placement) if sharded else Axis()
-        by_axes[data, placement.tensor].append(placement)
-    for (data, tensor), places in by_axes.items():
+        by_axes[data, placement.tp].append(placement)
+    for (data, tp), places in by_axes.items():
         _add([part for place in places for part in sums[place]], data.group)
-        _add([part for place in places for part in sums[place].shared(place.kind)], tensor.group)
+        _add([part for place in places for part in sums[place].shared(place.kind)], tp.group)
     found = {}
     # One transfer from the device for all weights.
     numbers = torch.stack([s.scalars for s in sums.values()]).tolist() if sums else []
@@ -126,7 +126,7 @@ def weight_norms(
     sharded = is_sharded(optimizer)
     found: dict[str, Tensor] = {}
     for placement, weight in weights.items():
-        is_copy = placement.tensor.size == 1 and placement.tensor.rank != 0
+        is_copy = placement.tp.size == 1 and placement.tp.rank != 0
         if is_copy:  # of a replicated weight, that counts on the first rank of the tensor axis
             continue
         rank = topology.data_axis(placement).rank
@@ -140,7 +140,7 @@ def weight_norms(
             num_replicas = 1 if sensitivity is None else sensitivity.num_replicas
             norms[0] = _square(_owned_by(shard, grad)) / loss_scale**2 / num_replicas
             norms[2].fill_(1.0)  # an assignment would wait for the device
-        is_first = rank == 0 and placement.tensor.rank == 0
+        is_first = rank == 0 and placement.tp.rank == 0
         if sensitivity is not None and is_first:  # `step_square` is that of the unsharded weight
             norms[1].fill_(sensitivity.step_square)
         found[placement.name] = norms + found.get(placement.name, 0.0)

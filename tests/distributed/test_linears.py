@@ -78,7 +78,7 @@ class Case:
             "row" if self.kind == "row" else "column",
             in_features=k,
             out_features=n,
-            tensor=topology.tensor,
+            tp=topology.tp,
             num_chunks=2 if self.kind == "gated" else 1,
         )
 

@@ -15,9 +15,9 @@ from tests.unit.statistics.equations import Toy, axis_topology, largest_error, r
 from tests.unit.statistics.health_definitions import check_health
 
 TOYS: dict[str, dict[str, Any]] = {
-    "column": {"kind": "column", "axis": "tensor"},
-    "row": {"kind": "row", "axis": "tensor"},
-    "column, tokens split": {"kind": "column", "axis": "tensor", "split": True},
+    "column": {"kind": "column", "axis": "tp"},
+    "row": {"kind": "row", "axis": "tp"},
+    "column, tokens split": {"kind": "column", "axis": "tp", "split": True},
     "data": {"kind": "row", "axis": "data"},
 }
 OPTIMIZERS: dict[str, tuple[str, dict[str, Any]]] = {

@@ -26,7 +26,7 @@ IN_LAYER = {
     "mlp.linear_fc1": ("column", "TELayerNormColumnParallelLinear"),
     "mlp.linear_fc2": ("row", "TERowParallelLinear"),
 }
-SECOND_OF_TWO = Topology(rank=1, world_size=2, tensor=Axis(1, 2))
+SECOND_OF_TWO = Topology(rank=1, world_size=2, tp=Axis(1, 2))
 
 
 def found(**changes: Any) -> list[tuple[Any, list[Placement]]]:
@@ -119,8 +119,8 @@ def test_replicated_linears(caplog: pytest.LogCaptureFixture) -> None:
         prefix = f"decoder.layers.{i}"
         place = places[f"{prefix}.self_attention.linear_q_down_proj"]
         assert (place.in_features, place.out_features) == (64, 32)
-        assert (place.tensor, place.tensor.shard) == (Axis(rank=1), 0)
-        assert places[f"{prefix}.mlp.linear_fc1"].tensor == SECOND_OF_TWO.tensor
+        assert (place.tp, place.tp.shard) == (Axis(rank=1), 0)
+        assert places[f"{prefix}.mlp.linear_fc1"].tp == SECOND_OF_TWO.tp
         assert f"{prefix}.self_attention.linear_wk" in text
         for split in (False, True):
             model.config.sequence_parallel = split

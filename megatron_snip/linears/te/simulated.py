@@ -86,7 +86,7 @@ class SimulatedTELinear(SimulatedLinear):
         placement = self.placements[0]
         first_row = 0
         if splits_tokens(module):
-            first_row = placement.tensor.rank * x.shape[:-1].numel()
+            first_row = placement.tp.rank * x.shape[:-1].numel()
         y = self._simulate(
             multiplied_input(module, x, is_rounded),
             self._multiplied_weights()[0],

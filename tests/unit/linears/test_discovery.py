@@ -210,7 +210,7 @@ def test_two_linears_of_one_name_are_refused(make_model: MakeModel) -> None:
 def test_shards_that_cut_tiles_are_warned_of_once(
     make_model: MakeModel, caplog: pytest.LogCaptureFixture
 ) -> None:
-    two = Topology(tensor=Axis(0, 2))
+    two = Topology(tp=Axis(0, 2))
     forget_warnings()
     find_linears([make_model(hidden_size=128, ffn_hidden_size=128)], two)
     odd = make_model(hidden_size=128, ffn_hidden_size=192)  # fc1 is [192; 192] of 384

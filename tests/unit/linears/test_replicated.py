@@ -36,7 +36,7 @@ def input_grad(
     x: torch.Tensor, grad: torch.Tensor, tensor: Axis, sequence_parallel: bool
 ) -> torch.Tensor:
     """dX on a rank of the tensor axis; its GEMM rounds grad_output stochastically."""
-    module, runtime = Linear(sequence_parallel), Runtime(Topology(tensor=tensor), seed=1)
+    module, runtime = Linear(sequence_parallel), Runtime(Topology(tp=tensor), seed=1)
     place = Placement(NAME, 0, "column", 64, 48, Axis(rank=tensor.rank))
     linear = SimulatedTELinear(module, [place], runtime)
     linear.option = Option.uniform("fp4")

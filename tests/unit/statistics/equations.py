@@ -60,7 +60,7 @@ class Toy:
 
     def placement(self, topology: Topology) -> Placement:
         rows, cols = self.weight.shape
-        return Placement(NAME, 0, self.kind, cols, rows, topology.tensor)
+        return Placement(NAME, 0, self.kind, cols, rows, topology.tp)
 
     def observed(
         self,
@@ -78,7 +78,7 @@ class Toy:
         observer = StepObserver(settings, topology, {place: d})
         weight_dim = 0 if self.kind == "column" else 1
         weight = self._shard(self.weight, weight_dim, self.kind, topology).requires_grad_()
-        axis, data = topology.tensor, topology.data
+        axis, data = topology.tp, topology.data
         for x, g in list(zip(self.inputs, self.grads, strict=True))[data.rank :: data.size]:
             x = self._shard(x, 1, "row", topology)
             g = self._shard(g, 1, "column", topology)
@@ -92,7 +92,7 @@ class Toy:
         return table
 
     def _shard(self, t: torch.Tensor, dim: int, kind: str, topology: Topology) -> torch.Tensor:
-        axis = topology.tensor
+        axis = topology.tp
         complete = self.kind != kind or axis.size == 1
         return t.clone() if complete else t.chunk(axis.size, dim)[axis.rank].clone()
 

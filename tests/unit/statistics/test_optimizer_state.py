@@ -326,7 +326,7 @@ def test_the_step_counts_once_over_ranges_replicas_and_ranks(
     optimizer = torch.optim.SGD([weight], lr=7.0)  # its rate is not that of the shard
     for rank, tensor in ((0, 0), (1, 0), (0, 1), (1, 1)):
         place = Placement("fc1", 0, "column", COLS, ROWS, Axis(tensor, 2))
-        topology = Topology(tensor=place.tensor, data=Axis(rank, 2))
+        topology = Topology(tp=place.tp, data=Axis(rank, 2))
         norms = weight_norms({place: weight}, optimizer, {place: found}, topology, 1.0)
         total += norms["fc1"][1].item()
     assert total == pytest.approx(wanted, rel=1e-5)
