@@ -6,23 +6,25 @@ The scores of an option q at a linear l come from its statistics; all are 0 for 
     weight_l(q)^2  = kappa aligned_fisher(fprop) + 1/8 local_square(dgrad) + local_square(wgrad)
 
 where f(gemm) is the statistic f of the format that q gives to the gemm. (So local_square(dgrad) is
-still about wgrad: its error if wgrad had dgrad's format.)
+still about wgrad: its error if wgrad had dgrad's format.) `fisher` and `aligned_fisher` are
+estimates of the second-order change of the loss by errors of fprop; `FormatStatistics` has the
+formulas.
 
 Only fprop changes the loss of the iteration. `fisher` only ranks linears and options: it is 15 to
 700 times smaller than the change of the loss (docs/measuring.md). `first_plus_fisher` is the
-paper's |first| + fisher (SNIP, arXiv:2602.01410, Sec. 4). It is not the default, because the sign
-of `first` changes from batch to batch.
+paper's |first| + fisher (SNIP, arXiv:2602.01410, Sec. 4), with `first` the signed first-order
+change. It is not the default, because the sign of `first` changes from batch to batch.
 
 The weight divergence scores the change of the next optimizer updates. `local_square` = |D * eW|^2 /
-|update|^2 is the change of the linear's own update through wgrad. The change of all updates through
-fprop grows with `aligned_fisher`. kappa makes the fprop terms, summed over linears in the lowest
-precision, 4 sqrt(n) times the sum of `local_square`; n is the number of microbatches in the
-iteration. Errors of wgrad are nearly independent from microbatch to microbatch; errors of fprop
-partly repeat, because every microbatch sees the same rounded weight. The change of earlier layers'
-updates through dgrad is small and about equal at all linears, so a term of the right size is
-enough. An eighth of `local_square` in dgrad's format will do, because it, like that change, grows
-with the error of the format. The factors come from one model (5 layers of width 192) on which the
-change of the updates was measured linear by linear; docs/measuring.md judges them on others.
+|update|^2 is the change of the linear's own update through wgrad. `aligned_fisher` stands for the
+change of all updates through fprop, which grows with it. kappa makes the fprop terms, summed over
+linears in the lowest precision, 4 sqrt(n) times the sum of `local_square`; n is the number of
+microbatches in the iteration. Errors of wgrad are nearly independent from microbatch to microbatch;
+errors of fprop partly repeat, because every microbatch sees the same rounded weight. The change of
+earlier layers' updates through dgrad is small, so a term of the right size is enough. An eighth of
+`local_square` in dgrad's format is such a term: like the change, it grows with the error of the
+format. The factors come from one model (5 layers of width 192) on which the change of the updates
+was measured linear by linear; docs/measuring.md judges them on others.
 
 The scores of the baselines are sums over the GEMMs. A and B are the operands of a GEMM, and C is
 the third of X, W and G. Each operand has one error in all GEMMs: that of X and W as fprop tiles
@@ -343,7 +345,7 @@ def _was_measured(linear: LinearStatistics) -> bool:
 
 
 def _highest(linear: str, options: Sequence[Option], refusals: Refusals) -> Option:
-    """Return the option of the most bits that a linear can run; the first without any."""
+    """Return the option of the most bits that a linear can run; if it can run none, the first."""
     runnable = (option for option in options if linear not in refusals.get(option, {}))
     return max(runnable, key=lambda option: option.bits, default=options[0])
 

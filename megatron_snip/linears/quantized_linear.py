@@ -242,7 +242,8 @@ def _wgrad(
     if not call.fuse_wgrad:
         return wgrad_gemm(g, x, call.option, weight.dtype)
     assert main_grad is not None, "gradient accumulation fusion without main_grad"
-    # Hooks of saved tensors (activation offload) can make another object of a weight, without it.
+    # With hooks of saved tensors (activation offload) this can be another object than the weight of
+    # the forward, without the attribute.
     weight.main_grad = main_grad  # type: ignore[attr-defined]
     main_grad.add_(wgrad_gemm(g, x, call.option, torch.float32))
     return None
@@ -284,7 +285,7 @@ def quantize_input_or_grad(
         scale: of delayed scaling, if the GEMMs have that format.
     """
     first, *second = (option[gemm] for gemm in gemms)
-    if scale is not None:  # tiles do not count, so both GEMMs multiply the same
+    if scale is not None:  # one scale for the entire tensor, so both GEMMs multiply the same values
         result = quantize_dequantize_operand(
             x, first, operand, gemms[0], amax_or_scale=scale, dtype=dtype
         )

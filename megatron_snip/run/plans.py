@@ -4,8 +4,8 @@ The first plan comes from one of four sources. The first of these five rules tha
 
     1. collect_only      FILE if there is a plan file, else JOB
     2. a plan file       FILE, unless the stopped run was given a file with the same plan
-    3. the policy        POLICY if it needs no measurement. Not at a resume with a schedule of
-                         targets and unchanged settings of the plan: then rule 4
+    3. the policy        POLICY if it needs no measurement. Not at a resume with a target schedule
+                         and unchanged settings of the plan: then rule 4
     4. a checkpoint      CHECKPOINT; if settings of the plan changed, the policy plans from the
                          checkpoint's measurements before the first iteration
     5. otherwise         JOB
@@ -246,7 +246,7 @@ class RunPlans:
         return problem_without_measurements(self._model.all_linears, self.available, target)
 
     def job_fallback(self, plan: PrecisionPlan, iteration: int) -> PrecisionPlan:
-        """Return what the guard falls back to where no good plan is left: what the job runs.
+        """Return what the guard falls back to where no other plan is left: what the job runs.
 
         Args:
             plan: the current plan; pinned linears stay as they are in it.

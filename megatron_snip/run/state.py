@@ -254,7 +254,7 @@ def resumed_state(loaded: Any, iteration: int) -> tuple[ControllerState | None, 
 
     Args:
         loaded: SNIP's state in the checkpoint, as `to_dict` returned it, or None.
-        iteration: the last iteration that the checkpoint's weights have done; 0 without one.
+        iteration: the last iteration that trained the checkpoint's weights; 0 without a checkpoint.
 
     Returns:
         (state or None to start anew, warning or None).

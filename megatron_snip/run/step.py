@@ -47,9 +47,9 @@ def run_once(function: ForwardBackward, **kwargs: Any) -> Results:
 class ReplayableIterator(Iterator[Any]):
     """An iterator over `source` that can be rewound to where it started.
 
-    Each pass gets its own copy of a microbatch, which shares the tensors: Megatron's scripts put
-    copies on the device in their place, and those are to be freed with the pass. Nothing is read
-    ahead.
+    Each pass gets its own copy of a microbatch, with the same tensors in it. Megatron's scripts
+    replace these tensors by copies on the device. They do so in the pass's own microbatch, so the
+    device's copies are freed when the pass ends. Nothing is read ahead.
     """
 
     def __init__(self, source: Iterator[Any]) -> None:
@@ -73,7 +73,8 @@ class ReplayableIterator(Iterator[Any]):
 def _copied_around_tensors(microbatch: Any) -> Any:
     """Return a copy of a microbatch and of the objects in it, with the same tensors.
 
-    Megatron-Bridge's steps move the images inside of a microbatch's `visual_inputs`.
+    The objects are copied too, because Megatron-Bridge's steps replace the images in a microbatch's
+    `visual_inputs` by copies on the device.
     """
     copied = copy.copy(microbatch)
     if isinstance(copied, dict):

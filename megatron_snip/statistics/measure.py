@@ -50,7 +50,8 @@ _HEALTH_SQUARES = ("input_square", "weight_square", "grad_in_dgrad_square")
 """The squares of the same X, W and G."""
 
 _LOSS_CHANGES = ("first", "fisher", "aligned_fisher")
-"""The columns that estimate the change of the loss; `totals` makes them of `PartialSums.tokens`."""
+"""The columns that estimate the change of the loss (`FormatStatistics` has the formulas); `totals`
+makes them of `PartialSums.tokens`."""
 
 
 class PartialSums(NamedTuple):
@@ -59,7 +60,8 @@ class PartialSums(NamedTuple):
     Attributes:
         products: the products that are complete only after the sum over shards, because the shards
             split their contraction. Row-parallel: [1 + F, S, N], Y and each format's eY.
-            Column-parallel: [1 + F, D, K], dX and each format's eX of the D tokens of dgrad.
+            Column-parallel: [1 + F, U, K], dX and each format's eX of the U single tokens that
+            dgrad is measured on.
         tokens: [2 + 2 F, S] |G_t|^2, |Y_t|^2, |eY_t|^2 and <G_t, eY_t>; column-parallel only.
         scalars: sums of squares, in the order of `_scalar_names`.
         health: [F + 1, 3 operands, OPERAND_SUMS], the operands in each format, and then before

@@ -3,10 +3,10 @@
 Each of Megatron's Transformer Engine linears has the attribute `te_quant_params`, which describes
 the autocast that its forward runs in. SNIP sets it from the plan, with hooks of the module:
 
-    before the forward    set the recipe: the plan's, or BF16 in BF16 evaluations, and what of
-                          `--tp-comm-overlap` it can run (overlap.py). If the recipe is not
-                          the job's, a weight that is stored quantized is replaced by its copy in
-                          high precision
+    before the forward    set the recipe: the plan's, or in BF16 evaluations BF16. Overlap
+                          communication with GEMMs (`--tp-comm-overlap`) only if the recipe has a
+                          buffer for it (overlap.py). If the recipe is not the job's, replace a
+                          weight that is stored quantized by its copy in high precision
     after the forward     put a tap on the output, through which an observer sees X, W and G; put
                           the stored weight back
 
@@ -207,9 +207,9 @@ class RecipeTELinear:
         """Set the module's recipe from now on; idempotent."""
         if self._hooks:
             return
-        # This hook runs before the other forward hooks. So its tap is the innermost operation on
-        # the output, whose backward comes after those of their operations. Under Megatron-FSDP one
-        # of those gathers the weight, which the tap reads.
+        # This hook runs before the other forward hooks, so they put their operations on top of the
+        # tap. In the backward the tap then comes last. It must: it reads the weight, and under
+        # Megatron-FSDP the operation of another hook gathers the weight.
         tap = self.module.register_forward_hook(self._after_forward, with_kwargs=True, prepend=True)
         self._hooks = [
             self.module.register_forward_pre_hook(self._before_forward, with_kwargs=True),
