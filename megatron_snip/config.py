@@ -412,7 +412,7 @@ class SnipConfig(ScheduleFields, MeasureFields, PlanFields, GuardFields, ReportF
 
         Raises:
             UsageError: if healing begins in the last iteration or later, or before a point of the
-                schedule, or if it has no `train_iters`.
+                target schedule, or if it has no `train_iters`.
         """
         points = self.points
         if not points or points[0].iteration > 1 or points[0].ramp:

@@ -20,7 +20,7 @@ RAMP_STEP = 0.05
 
 
 class Point(NamedTuple):
-    """A point of the schedule: from an iteration on there is a new target.
+    """A point of a target schedule: from an iteration on there is a new target.
 
     Attributes:
         iteration: The first iteration with the new target.

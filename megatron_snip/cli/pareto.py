@@ -29,7 +29,7 @@ MAX_TARGETS = 10_001
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags."""
     add_planning_flags(parser)
-    text = "targets: FROM:TO:STEP, a list 0.5,0.75, or a schedule 0:0,200:0.75 [0:1:0.05]"
+    text = "targets: FROM:TO:STEP, a list 0.5,0.75, or a target schedule 0:0,200:0.75 [0:1:0.05]"
     parser.add_argument("--targets", metavar="FROM:TO:STEP", default="0:1:0.05", help=text)
     parser.add_argument("--json", action="store_true", help="print the points as JSON, only")
 
