@@ -9,7 +9,6 @@ import importlib.util
 import logging
 import math
 import os
-from collections.abc import Sequence
 from contextlib import nullcontext
 from functools import lru_cache
 from typing import NamedTuple
@@ -191,39 +190,36 @@ COL_CONFIG = LaunchConfig(128, 64, 8)
 SQUARE_CONFIG = LaunchConfig(128, 128, 8)
 """Square blocks of weights, one per program."""
 
-BOTH_CONFIG = LaunchConfig(128, 128, 16)
-"""Both directions from one read of x: 32 elements per thread."""
-
 
 def quantize_dequantize(
     x: Tensor,
-    *quantizations: tuple[Format, Block, PhiloxArguments],
+    fmt: Format,
+    block: Block,
+    random: PhiloxArguments,
+    *,
     dtype: torch.dtype,
     amax_or_scale: Tensor | None = None,
     config: LaunchConfig | None = None,
-) -> list[Tensor]:
-    """Return x quantized and dequantized in one way or in two, from one read of x.
+) -> Tensor:
+    """Return x quantized and dequantized.
 
     Args:
         x: [rows, cols], BF16 or FP32, any strides.
-        quantizations: Format, tile and random numbers of each result. Of two, the first has tiles
-            along the row and the second along the column; their random numbers share key and
-            columns.
-        dtype: The dtype of the results, BF16 or FP32.
+        fmt: A quantized format.
+        block: (rows, cols) of a tile.
+        random: The random numbers to round with, or NO_RANDOM.
+        dtype: The dtype of the result, BF16 or FP32.
         amax_or_scale: FP32 scalar, needed where `Format.needs_amax_or_scale`: the tensor's largest
             magnitude, or for delayed scaling its scale.
         config: The block of a program; None takes the standard one.
 
     Returns:
-        [rows, cols], contiguous, for each quantization.
+        [rows, cols], contiguous.
     """
     from megatron_snip.kernels.quantize import quantize_kernel
 
-    out = [torch.empty(x.shape, dtype=dtype, device=x.device) for _ in quantizations]
-    specs = [tile_spec(*quantization) for quantization in quantizations]
-    # The kernel takes one key and one map of columns, those of a result that is rounded randomly.
-    drawn = next((random for _, _, random in quantizations if random.mode != NEAREST), NO_RANDOM)
-    config = config or _config(specs)
+    out = torch.empty(x.shape, dtype=dtype, device=x.device)
+    config = config or _config(block)
     num_programs = math.ceil(x.shape[0] / config.rows) * math.ceil(x.shape[1] / config.cols)
     if x.numel():
         # Triton takes the current device.
@@ -233,29 +229,25 @@ def quantize_dequantize(
                 *x.stride(),
                 x if amax_or_scale is None else amax_or_scale,  # any pointer: not read
                 *x.shape,
-                out[0],
-                out[-1],
-                drawn.key,
-                *drawn.columns,
+                out,
+                random.key,
+                *random.columns,
                 R=config.rows,
                 C=config.cols,
-                SPEC=specs[0],
-                SECOND=specs[-1],
-                BOTH=len(specs) == 2,
+                SPEC=tile_spec(fmt, block, random),
                 NATIVE_CASTS=not interpreting(),
                 num_warps=config.num_warps,
             )
     return out
 
 
-def _config(specs: Sequence[TileSpec]) -> LaunchConfig:
-    """Return the standard block for these tiles, large enough for complete tiles of each."""
-    tall = max(spec.tile_rows for spec in specs)
-    wide = max(spec.tile_cols for spec in specs)
-    if tall == 1:
+def _config(block: Block) -> LaunchConfig:
+    """Return the standard block of a program, large enough for complete tiles."""
+    tile_rows, tile_cols = block
+    if tile_rows == 1:
         base = ROW_CONFIG
-    elif wide == 1:
+    elif tile_cols == 1:
         base = COL_CONFIG
     else:
-        base = SQUARE_CONFIG if len(specs) == 1 else BOTH_CONFIG
-    return LaunchConfig(max(base.rows, tall), max(base.cols, wide), base.num_warps)
+        base = SQUARE_CONFIG
+    return LaunchConfig(max(base.rows, tile_rows), max(base.cols, tile_cols), base.num_warps)

@@ -221,14 +221,31 @@ def _narrow(value, dtype: tl.constexpr, NATIVE_CASTS: tl.constexpr):
     return value.to(dtype)
 
 
-@triton.jit
-def _quantize_block(
-    x, amax_or_scale_ptr, key, layout, out_ptr, at, SPEC: tl.constexpr, CASTS: tl.constexpr
+@triton.jit(do_not_specialize=["key", "col_start"])
+def quantize_kernel(
+    x_ptr,  # [rows, cols] BF16 or FP32
+    x_row,
+    x_col,
+    amax_or_scale_ptr,  # FP32 scalar: `amax_or_scale` of launch.py
+    rows,
+    cols,
+    out_ptr,  # [rows, cols] BF16 or FP32, contiguous
+    key: tl.int64,
+    global_cols,
+    local_chunk,
+    global_chunk,
+    col_start,
+    R: tl.constexpr,
+    C: tl.constexpr,
+    SPEC: tl.constexpr,
+    NATIVE_CASTS: tl.constexpr,
 ):
-    """Quantize and dequantize a block, and write it to `out_ptr`, [rows, cols] contiguous."""
-    R: tl.constexpr = x.shape[0]
-    C: tl.constexpr = x.shape[1]
+    """Quantize and dequantize a block of complete tiles."""
+    across = tl.cdiv(cols, C)  # blocks are numbered along the row first
+    at = (tl.program_id(0) // across) * R, (tl.program_id(0) % across) * C, rows, cols
+    x = load_block(x_ptr, x_row, x_col, at, R, C)
     if SPEC.mode != _NEAREST:
+        layout = (global_cols, local_chunk, global_chunk, col_start)
         bits16 = random_bits16(key, at, layout, R, C, SPEC)
     if SPEC.scale >= _TENSOR:
         encode, decode = tensor_scales(tl.load(amax_or_scale_ptr), R, C, SPEC)
@@ -245,43 +262,5 @@ def _quantize_block(
         y = tl.fma(power, tl.fma(bits16.to(tl.float32), SPEC.noise, 2.0**15 * SPEC.noise), y)
     q = round_nearest(y, power, SPEC.anchor)
     value = q * expand_tiles(decode, R, C, SPEC)
-    offsets, mask = _offsets(at, at[3], 1, R, C)
-    tl.store(out_ptr + offsets, _narrow(value, out_ptr.dtype.element_ty, CASTS), mask=mask)
-
-
-@triton.jit(do_not_specialize=["key", "col_start"])
-def quantize_kernel(
-    x_ptr,  # [rows, cols] BF16 or FP32
-    x_row,
-    x_col,
-    amax_or_scale_ptr,  # FP32 scalar: `amax_or_scale` of launch.py
-    rows,
-    cols,
-    out_ptr,  # [rows, cols] BF16 or FP32, contiguous
-    second_ptr,  # the same; written if BOTH
-    key: tl.int64,
-    global_cols,
-    local_chunk,
-    global_chunk,
-    col_start,
-    R: tl.constexpr,
-    C: tl.constexpr,
-    SPEC: tl.constexpr,
-    SECOND: tl.constexpr,  # of `second_ptr`: tiles along the column (tokens)
-    BOTH: tl.constexpr,
-    NATIVE_CASTS: tl.constexpr,
-):
-    """Quantize along one direction, or along the row and the column from one read of memory.
-
-    The block holds complete tiles. With BOTH a thread holds few elements of it, which leaves
-    registers for 512 threads on a multiprocessor.
-    """
-    across = tl.cdiv(cols, C)  # blocks are numbered along the row first
-    at = (tl.program_id(0) // across) * R, (tl.program_id(0) % across) * C, rows, cols
-    layout = (global_cols, local_chunk, global_chunk, col_start)
-    x = load_block(x_ptr, x_row, x_col, at, R, C)
-    _quantize_block(x, amax_or_scale_ptr, key, layout, out_ptr, at, SPEC, NATIVE_CASTS)
-    if BOTH:
-        if SPEC.mode or SECOND.mode:  # from the L1 cache: random numbers need the registers
-            x = load_block(x_ptr, x_row, x_col, at, R, C)
-        _quantize_block(x, amax_or_scale_ptr, key, layout, second_ptr, at, SECOND, NATIVE_CASTS)
+    offsets, mask = _offsets(at, cols, 1, R, C)
+    tl.store(out_ptr + offsets, _narrow(value, out_ptr.dtype.element_ty, NATIVE_CASTS), mask=mask)

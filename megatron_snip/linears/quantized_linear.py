@@ -13,8 +13,8 @@ the all-gather of the input over the tensor-parallel group under sequence parall
 forward, and overlapped with dgrad in the backward), the reduce-scatter or all-reduce of the input
 gradient overlapped with wgrad, accumulation into `main_grad` with `grad_added_to_main_grad`, bias,
 and frozen weights. The forward saves this rank's X for the backward. Where the copy of X for wgrad
-(dequantized, BF16 or FP32) takes no more memory than X, the forward quantizes X for both GEMMs at
-once, and saves that copy instead.
+(dequantized, BF16 or FP32) takes no more memory than X, the forward quantizes X for both GEMMs, and
+saves that copy instead.
 
 Shapes: M tokens, K in_features, N out_features.
 """
@@ -182,7 +182,7 @@ def _prepare_input(
 ) -> tuple[Tensor, list[Tensor], bool]:
     """Return X as fprop multiplies it, what wgrad needs of X, and whether that is quantized.
 
-    X is quantized once for both GEMMs, before it is gathered. Exceptions: X itself must be saved,
+    X is quantized for both GEMMs before it is gathered. Exceptions: X itself must be saved,
     its quantized form is larger, or the tiles of a shard differ from those of the gathered X.
     """
     option = call.option
@@ -272,8 +272,6 @@ def quantize_input_or_grad(
     scale: Tensor | None = None,
 ) -> list[Tensor]:
     """Return X or G as each of `gemms` multiplies it.
-
-    Kernels read the operand once for two GEMMs.
 
     Args:
         x: X [.., K] or G [.., N].

@@ -137,10 +137,9 @@ def quantize_dequantize(
             x, fmt, block, bits16=bits16, amax_or_scale=amax_or_scale, scales=scales, dtype=dtype
         )
     random = philox_arguments(stream, x.shape[1])
-    (out,) = launch.quantize_dequantize(
-        x, (fmt, block, random), dtype=dtype, amax_or_scale=amax_or_scale
+    return launch.quantize_dequantize(
+        x, fmt, block, random, dtype=dtype, amax_or_scale=amax_or_scale
     )
-    return out
 
 
 def quantize_dequantize_operand(
@@ -172,7 +171,7 @@ def quantize_dequantize_operand(
         ValueError: if stochastic rounding is due and there is no stream, if `operand` does not
             enter `gemm`, or on a dtype that cannot be quantized.
     """
-    fmt = operand_format(get_format(fmt) if isinstance(fmt, str) else fmt, operand)
+    fmt = _format_of(fmt, operand)
     if not fmt.quantized:
         return x
     source = rotated(x.detach().flatten(0, -2), fmt, gemm)
@@ -196,10 +195,11 @@ def quantize_dequantize_pair(
     stream: StochasticStream | None = None,
     dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return what two GEMMs see of `operand`; kernels read it once, and draw once, for both.
+    """Return what two GEMMs see of `operand`.
 
     The results are bit for bit those of two calls of `quantize_dequantize_operand`, whose
-    arguments these are.
+    arguments these are. What both need is computed once: the largest magnitude of x, and the
+    random numbers where the reference quantizes (kernels draw them on the way).
 
     Args:
         x: The operand, [.., cols].
@@ -211,37 +211,25 @@ def quantize_dequantize_pair(
     Returns:
         Two tensors of x's shape: for the first GEMM, and for wgrad.
     """
-    first_format, wgrad_format = formats
-    row = _format_of(first_format, operand)
-    col = _format_of(wgrad_format, operand)
+    first, wgrad = (_format_of(fmt, operand) for fmt in formats)
     first_gemm = Gemm.FPROP if operand is Operand.INPUT else Gemm.DGRAD
-    row_block = operand_block(row, operand, first_gemm)
-    col_block = operand_block(col, operand, Gemm.WGRAD)
 
-    # A Hadamard transform gives wgrad another tensor to read, so that one read cannot serve both.
-    one_read_serves = row.quantized and col.quantized and not col.wgrad_hadamard
-    if one_read_serves and launch.use_kernels(x.device, row_block, col_block):
-        source = x.detach().flatten(0, -2)
-        cols = x.shape[-1]
-        reference.check(source, row, row_block)
-        reference.check(source, col, col_block)
-        row_random = philox_arguments(stream_of(row, operand, first_gemm, stream), cols)
-        col_random = philox_arguments(stream_of(col, operand, Gemm.WGRAD, stream), cols)
-        for_first, for_wgrad = launch.quantize_dequantize(
-            source,
-            (row, row_block, row_random),
-            (col, col_block, col_random),
-            dtype=dtype or x.dtype,
-            amax_or_scale=reference.amax_or_scale_of(x, None, row, col),
-        )
-        return for_first.view(x.shape), for_wgrad.view(x.shape)
+    if stream is not None and is_stochastic(first, operand) and is_stochastic(wgrad, operand):
+        first_block = operand_block(first, operand, first_gemm)
+        wgrad_block = operand_block(wgrad, operand, Gemm.WGRAD)
+        if not launch.use_kernels(x.device, first_block, wgrad_block):
+            stream = stream.draw(x.shape[:-1].numel(), x.shape[-1], x.device)
+    first_amax = reference.amax_or_scale_of(x, None, first)
+    # A Hadamard transform gives wgrad another tensor, with another largest magnitude.
+    wgrad_amax = None if wgrad.wgrad_hadamard else first_amax
 
-    if stream is not None and is_stochastic(row, operand) and is_stochastic(col, operand):
-        stream = stream.draw(x.shape[:-1].numel(), x.shape[-1], x.device)  # once for both
-    return (
-        quantize_dequantize_operand(x, row, operand, first_gemm, stream=stream, dtype=dtype),
-        quantize_dequantize_operand(x, col, operand, Gemm.WGRAD, stream=stream, dtype=dtype),
+    for_first = quantize_dequantize_operand(
+        x, first, operand, first_gemm, stream=stream, amax_or_scale=first_amax, dtype=dtype
     )
+    for_wgrad = quantize_dequantize_operand(
+        x, wgrad, operand, Gemm.WGRAD, stream=stream, amax_or_scale=wgrad_amax, dtype=dtype
+    )
+    return for_first, for_wgrad
 
 
 def _format_of(fmt: str | Format, operand: Operand) -> Format:

@@ -283,12 +283,12 @@ def tile_scales(
     return _divide_into(largest, floored), decode
 
 
-def amax_or_scale_of(x: Tensor, given: Tensor | None, *formats: Format) -> Tensor | None:
+def amax_or_scale_of(x: Tensor, given: Tensor | None, fmt: Format) -> Tensor | None:
     """Return x's `amax_or_scale`: `given`, or its largest magnitude; None if none is needed."""
-    if not any(fmt.needs_amax_or_scale for fmt in formats):
+    if not fmt.needs_amax_or_scale:
         return None
     if given is None:
-        assert not any(fmt.scale is ScaleType.DELAYED for fmt in formats), "scales are given"
+        assert fmt.scale is not ScaleType.DELAYED, "scales are given"
         return amax_of(x)
     return given.to(device=x.device, dtype=torch.float32)
 

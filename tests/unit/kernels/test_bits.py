@@ -128,8 +128,8 @@ def test_results_do_not_depend_on_the_launch():
     quantization = FORMATS["fp4"], (1, 32), philox_arguments(STREAM, 200)
     first, *others = (
         launch.quantize_dequantize(
-            x, quantization, dtype=torch.float32, config=launch.LaunchConfig(*shape)
-        )[0]
+            x, *quantization, dtype=torch.float32, config=launch.LaunchConfig(*shape)
+        )
         for shape in ((32, 128, 4), (8, 32, 1), (64, 256, 8))
     )
     assert all(torch.equal(first, other) for other in others)
@@ -139,9 +139,17 @@ def test_results_do_not_depend_on_the_launch():
     "names", [("fp8", "fp8"), ("fp4", "fp4"), ("fp8", "fp4"), ("mxfp8", "nvfp4")], ids="-".join
 )
 @pytest.mark.parametrize("operand", [Operand.INPUT, Operand.GRAD_OUTPUT], ids=str)
-def test_both_directions_from_one_read(names, operand):
+def test_both_copies_of_an_operand(names, operand):
     x = sample(150, 140, torch.bfloat16).view(3, 50, 140)
     agree(quantize_dequantize_pair, x, names, operand, stream=STREAM)
+
+
+def test_only_the_kernels_draw_their_random_numbers():
+    x = torch.randn(33, 64, device=DEVICE)
+    names = "fp4", "fp4"
+    draws = patch.object(StochasticStream, "draw", side_effect=AssertionError)
+    with patch.object(launch, "use_kernels", lambda *_: True), draws:
+        quantize_dequantize_pair(x, names, Operand.GRAD_OUTPUT, stream=STREAM)
 
 
 def test_the_tensors_own_amax_is_used_where_none_is_given():

@@ -6,6 +6,7 @@ transform leaves wgrad's product unchanged, and its matrix is SciPy's.
 
 import itertools
 from dataclasses import replace
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ import torch
 from scipy.linalg import hadamard
 
 from megatron_snip.formats import E2M0, E2M1, E4M3, E5M2, FORMATS
-from megatron_snip.quantizers import reference
+from megatron_snip.quantizers import reference, stochastic
 from megatron_snip.quantizers.quantize import (
     hadamard_matrix,
     is_stochastic,
@@ -157,6 +158,16 @@ def test_a_pair_is_two_single_operands(operand, formats):
                 x, fmt, operand, gemm, stream=STREAM, dtype=torch.float32
             )
             assert got.shape == x.shape and torch.equal(got, wanted)
+
+
+def test_a_pair_draws_once_and_computes_its_amax_once():
+    x = torch.randn(50, 96)
+    names = "nvfp4", "nvfp4"
+    draw = patch.object(stochastic, "random_bits16", wraps=stochastic.random_bits16)
+    amax = patch.object(reference, "amax_of", wraps=reference.amax_of)
+    with draw as drawn, amax as computed:
+        quantize_dequantize_pair(x, names, Operand.GRAD_OUTPUT, stream=STREAM)
+    assert (drawn.call_count, computed.call_count) == (1, 1)
 
 
 def test_bf16_changes_nothing_and_the_dtype_is_the_input_s():
