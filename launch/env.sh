@@ -8,12 +8,12 @@
 export SNIP_PYTHON="${SNIP_PYTHON:-python3}"
 
 # Ranks on a node: one per GPU that CUDA_VISIBLE_DEVICES names, or else that the node has. Without GPUs,
-# the number of gloo ranks to start.
+# or where CUDA_VISIBLE_DEVICES is set and names none, the number of gloo ranks to start: one.
 if [ -z "${SNIP_RANKS_PER_NODE:-}" ]; then
   SNIP_RANKS_PER_NODE=1
-  if [ -n "${CUDA_VISIBLE_DEVICES:-}" ]; then
+  if [ -n "${CUDA_VISIBLE_DEVICES+set}" ]; then
     IFS=, read -ra visible <<<"$CUDA_VISIBLE_DEVICES"
-    SNIP_RANKS_PER_NODE=${#visible[@]}
+    if [ ${#visible[@]} -gt 0 ]; then SNIP_RANKS_PER_NODE=${#visible[@]}; fi
   elif [ "${SLURM_GPUS_ON_NODE:-0}" -gt 0 ]; then
     SNIP_RANKS_PER_NODE=$SLURM_GPUS_ON_NODE
   elif command -v nvidia-smi >/dev/null; then

@@ -98,8 +98,9 @@ if [ "$dry_run" = 1 ]; then
   echo
   exit 0
 fi
-# A wish to stop was for an earlier run. (Under Slurm slurm.sbatch removes the file.)
-if [ -n "$SNIP_CHECKPOINTS" ] && [ -z "${SLURM_STEP_ID:-}" ]; then rm -f "$SNIP_CHECKPOINTS/.stop"; fi
+# A file that is there was for an earlier run. slurm.sbatch has removed it before its step, and sets
+# SNIP_STOP_IS_CLEARED: a node that starts late must not remove the file that stops this run.
+if [ -n "$SNIP_CHECKPOINTS" ] && [ -z "${SNIP_STOP_IS_CLEARED:-}" ]; then rm -f "$SNIP_CHECKPOINTS/.stop"; fi
 # SIGUSR1 is for the ranks, torchrun's children, alone: torchrun and what ranks have started (W&B's
 # service, the solver, writers of checkpoints) would die of it.
 to_ranks() {

@@ -200,7 +200,17 @@ def test_a_wish_to_stop_holds_for_one_run(tmp_path: Path) -> None:
     (tmp_path / "c").mkdir()
     (tmp_path / "c" / ".stop").touch()
     stand_in(tmp_path, "python3", "ls -A c")
-    assert run_script(tmp_path, "torchrun.sh", "train", SNIP_CHECKPOINTS="c").stdout == ""
+    # An interactive shell on a node of a Slurm allocation is a step as well.
+    environment = {"SNIP_CHECKPOINTS": "c", "SLURM_JOB_ID": "7", "SLURM_STEP_ID": "4294967290"}
+    assert run_script(tmp_path, "torchrun.sh", "train", **environment).stdout == ""
+
+
+def test_a_node_that_starts_late_leaves_the_file_that_stops_the_job(tmp_path: Path) -> None:
+    stand_in(tmp_path, "python3", "ls -A c")
+    step = 'until [ -e c/.stop ]; do sleep 0.05; done; while [ "$1" != bash ]; do shift; done; "$@"'
+    done = run_job(tmp_path, WARN + step)
+    assert done.returncode == 0, done.stderr
+    assert ".stop" in done.stdout.splitlines()
 
 
 def test_there_is_a_rank_for_each_gpu_that_the_job_may_use(tmp_path: Path) -> None:
@@ -211,6 +221,7 @@ def test_there_is_a_rank_for_each_gpu_that_the_job_may_use(tmp_path: Path) -> No
     stand_in(tmp_path, "nvidia-smi", "for i in 0 1 2 3; do echo GPU $i: NVIDIA; done")
     assert num_ranks() == "4"
     assert num_ranks(CUDA_VISIBLE_DEVICES="2,3") == "2"
+    assert num_ranks(CUDA_VISIBLE_DEVICES="") == "1"  # GPUs are hidden
     assert num_ranks(CUDA_VISIBLE_DEVICES="2,3", SNIP_RANKS_PER_NODE="1") == "1"
     assert num_ranks(SLURM_GPUS_ON_NODE="3") == "3"
 
