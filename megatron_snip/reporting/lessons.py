@@ -12,7 +12,8 @@ def lessons(run: RunRecord) -> list[str]:
     """Return the most fragile linears of the last refresh, and the current plan.
 
     A linear's share is its part of the quality loss of the plan that gives the lowest precision to
-    every linear. Empty without a refresh and without a plan.
+    every linear. Empty without a refresh and without a plan. Without the plan if the run has
+    turned SNIP off since.
     """
     lines = []
     losses = _lowest_precision_losses(run)
@@ -22,7 +23,8 @@ def lessons(run: RunRecord) -> list[str]:
         shares = ", ".join(f"{name} {percent(losses[name] / total)}" for name in fragile)
         formats = run.lowest_formats_label
         lines.append(f"most fragile in {formats}, by share of the quality loss: {shares}")
-    if run.plan is not None:
+    is_off = run.snip is not None and not run.snip.enabled  # it was on before a resume
+    if run.plan is not None and not is_off:
         text = f"plan: {option_counts(run.plan.linears)}"
         text += f"; {percent(run.metrics.last('lowest_precision_fraction'))} of the FLOPs in "
         text += run.lowest_formats_label

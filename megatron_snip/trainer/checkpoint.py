@@ -155,6 +155,8 @@ def resume_iteration(config: TrainConfig) -> int:
     """
     if config.load is None:
         return 0
+    if config.ckpt_step:
+        _check_exists(config.load, config.ckpt_step)
     iteration = config.ckpt_step or latest_iteration(config.load)
     if iteration is not None:
         _check_resume(config, checkpoint_path(config.load, iteration))
@@ -164,6 +166,16 @@ def resume_iteration(config: TrainConfig) -> int:
             "drop --load to start a new run"
         )
     return iteration or 0
+
+
+def _check_exists(folder: Path, iteration: int) -> None:
+    """Refuse an iteration that has no checkpoint, and list those that have one."""
+    if checkpoint_path(folder, iteration).exists():
+        return
+    names = [path.name.removeprefix("iter_") for path in folder.glob("iter_*")]
+    found = sorted(int(name) for name in names if name.isdecimal())
+    there = f"there are {', '.join(map(str, found))}" if found else "it holds no checkpoint"
+    raise UsageError(f"ckpt_step: no checkpoint of iteration {iteration} in '{folder}'; {there}")
 
 
 def check_new_save(save: Path) -> None:

@@ -28,6 +28,7 @@ from megatron_snip.directory import check_new_run, run_id
 from megatron_snip.directory_lock import lock_directory
 from megatron_snip.errors import SnipError, UsageError, one_line
 from megatron_snip.files import write_atomic
+from megatron_snip.log import warn_once_per_job
 from megatron_snip.output import console
 from megatron_snip.patches import cpu
 from megatron_snip.patches.cpu import torch_adam
@@ -44,6 +45,7 @@ from megatron_snip.reporting.writers import (
     start_wandb,
 )
 from megatron_snip.run.controller import SnipController
+from megatron_snip.run.state import resumed_state
 from megatron_snip.trainer.checkpoint import (
     Progress,
     check_new_save,
@@ -69,6 +71,8 @@ from megatron_snip.trainer.model import (
     initialize_parallel_state,
     transformer_config,
 )
+
+logger = logging.getLogger(__name__)
 
 PROGRESS_LINES = 20
 """Approximate number of progress lines per run."""
@@ -252,6 +256,8 @@ def _thread_failed(usual: Callable[[Any], Any], failure: threading.ExceptHookArg
 def make_hook(state: TrainingState, writers: list[Writer], start: Progress | None) -> TrainingHook:
     """All ranks: return SNIP's controller if it is enabled, else plain training."""
     config = state.config
+    if start is not None:
+        _warn_of_former_run(start, config)
     if not config.snip.enabled:
         return PlainTraining(writers)
     return SnipController(
@@ -265,6 +271,19 @@ def make_hook(state: TrainingState, writers: list[Writer], start: Progress | Non
         train_iters=config.train_iters,
         num_done=0 if start is None else start.iteration,
     )
+
+
+def _warn_of_former_run(start: Progress, config: TrainConfig) -> None:
+    """Warn if SNIP was off in the run that wrote the checkpoint and is on now, or the reverse."""
+    if config.snip.enabled and start.snip is None:
+        _, warning = resumed_state(None, start.iteration)
+        warn_once_per_job(logger, f"snip: {warning}")
+    if not config.snip.enabled and start.snip is not None:
+        warn_once_per_job(
+            logger,
+            f"snip: {start.snip.plan.label}, which is in the checkpoint, is not used, and later "
+            "checkpoints do not keep it: this run is without SNIP (--snip continues with the plan)",
+        )
 
 
 def _set_up_logging(level: int) -> None:

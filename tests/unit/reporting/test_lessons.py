@@ -23,6 +23,15 @@ def test_the_worst_linears_and_the_plan_are_named(tmp_path: Path) -> None:
     assert f"{100 * run.plan.efficiency:.3g}% of the FLOPs in fp4" in plan
 
 
+def test_a_run_that_has_turned_snip_off_has_no_plan(tmp_path: Path) -> None:
+    write_run(tmp_path, Shape(config(start_step=3), iterations=16))
+    settings = tmp_path / "config.yaml"
+    text = settings.read_text()
+    assert text.count("enabled: true") == 1
+    settings.write_text(text.replace("enabled: true", "enabled: false"))
+    assert [line.partition(" ")[0] for line in lessons(read_run(tmp_path))] == ["most"]
+
+
 def test_a_run_in_bf16_has_none(tmp_path: Path) -> None:
     write_run(tmp_path, Shape(config(enabled=False), iterations=4))
     assert lessons(read_run(tmp_path)) == []

@@ -21,9 +21,12 @@ from megatron_snip.directory import OWN_FOLDERS, mark, mark_new_run, run_id
 from megatron_snip.errors import UnsupportedError, UsageError
 from megatron_snip.reporting.events import Event, Metrics
 from megatron_snip.reporting.run_directory import RunDirectory, drop_later_iterations
+from megatron_snip.run.state import ControllerState
+from megatron_snip.trainer import session
 from megatron_snip.trainer.checkpoint import (
     POINTER,
     SETTINGS,
+    Progress,
     checkpoint_path,
     finish_checkpoint,
     latest_iteration,
@@ -32,7 +35,8 @@ from megatron_snip.trainer.checkpoint import (
 )
 from megatron_snip.trainer.config import TrainConfig, make_train_config
 from megatron_snip.trainer.launch import default_num_ranks, is_rank, launch, settings_of_ranks
-from megatron_snip.trainer.session import check_run, make_writers, run_directories
+from megatron_snip.trainer.session import check_run, make_hook, make_writers, run_directories
+from tests.unit.planning.build import plan_of
 
 accumulators = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
 
@@ -144,7 +148,7 @@ BAD = [
     ("--save-interval 5", "save_interval needs save"),
     ("--ckpt-step 5", "ckpt_step needs load"),
     ("--load none", "load 'none' holds no checkpoint"),
-    ("--load dense --ckpt-step 30", "iter_0000030' is not a complete checkpoint"),
+    ("--load dense --ckpt-step 30", "no checkpoint of iteration 30 in 'dense'"),
     ("--load dense --hidden-size 512", "of another model: hidden_size 256 -> 512"),
     ("--save dense", "of another run, up to iteration 20; resume .*--load"),
     ("--load ep2 --num-experts 4", "Megatron cannot convert"),
@@ -260,6 +264,31 @@ def test_a_run_resumes_from_the_latest_checkpoint(tmp_path: Path) -> None:
     write_checkpoint(there, 40)
     assert resume_iteration(TrainConfig(load=there)) == 40
     assert resume_iteration(TrainConfig(load=there, ckpt_step=20)) == 20
+    with pytest.raises(UsageError, match=r"no checkpoint of iteration 30 in .*; there are 20, 40$"):
+        resume_iteration(TrainConfig(load=there, ckpt_step=30))
+    with pytest.raises(UsageError, match=r"it holds no checkpoint$"):
+        resume_iteration(TrainConfig(load=same, ckpt_step=20))
+
+
+@pytest.mark.parametrize("is_on", [True, False])
+def test_a_resume_that_turns_snip_on_or_off_says_so(
+    is_on: bool, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(session, "SnipController", Mock())
+    config = TrainConfig.model_validate({"snip": {"enabled": is_on}})
+    plan = plan_of({"decoder.layers.0.mlp.linear_fc1": "fp4"})
+    former = None if is_on else ControllerState(7, plan)
+    make_hook(Mock(config=config), [], Progress(7, None, None, former))
+    (line,) = caplog.messages
+    expected = {
+        True: "snip: the checkpoint of iteration 7 has no SNIP state; starting from the initial",
+        False: f"snip: {plan.label}, which is in the checkpoint, is not used",
+    }
+    assert line.startswith(expected[is_on])
+    caplog.clear()
+    make_hook(Mock(config=config), [], None)
+    make_hook(Mock(config=config), [], Progress(8, None, None, None if former else Mock()))
+    assert not caplog.messages
 
 
 @pytest.mark.parametrize("renames", [0, 1])
