@@ -269,7 +269,11 @@ def _cheapest_of_most(task: Task, values: Ints) -> Ints:
 
 
 def make_constraints(
-    table: OptionTable, settings: PlanSettings, target: float, previous: Ints | None
+    table: OptionTable,
+    settings: PlanSettings,
+    target: float,
+    previous: Ints | None,
+    ties: Sequence[Sequence[str]] = (),
 ) -> Constraints:
     """Turn settings into named constraints and costs.
 
@@ -278,6 +282,8 @@ def make_constraints(
         settings: Pins, balance and the price of a change are used.
         target: The least efficiency of a plan.
         previous: Columns of the previous plan, [n] (-1 where the table has none), or None.
+        ties: Groups of linears whose first one stands for all of them in the table (`ties.py`). A
+            pin of one of them holds for the group.
 
     Raises:
         UsageError: if a pin matches no linear, or its option is not available for a linear.
@@ -287,7 +293,7 @@ def make_constraints(
         cost=table.losses + settings.change_penalty * changes(table, previous),
         target=target,
         balance=settings.pipeline_balance,
-        fixed=dict(_pin(table, glob, option) for glob, option in settings.pins),
+        fixed=dict(_pin(table, ties, glob, option) for glob, option in settings.pins),
     )
 
 
@@ -308,9 +314,16 @@ def _integer_floors(gains: IntegerGains, group: Ints, floors: Sequence[Fraction]
     return IntegerFloors(gains.coefficients, group, np.array(least))
 
 
-def _pin(table: OptionTable, glob: str, option: str) -> tuple[str, Ints]:
+def _pin(
+    table: OptionTable, ties: Sequence[Sequence[str]], glob: str, option: str
+) -> tuple[str, Ints]:
     label = f"pin {glob}={option}"
-    matching = np.array([glob_matches(name, glob) for name in table.names])
+    group_of = {names[0]: names for names in ties}
+
+    def is_pinned(name: str) -> bool:
+        return any(glob_matches(each, glob) for each in group_of.get(name, (name,)))
+
+    matching = np.array([is_pinned(name) for name in table.names])
     if not matching.any():
         example = table.names[0]
         text = f"{label}: no linear's name matches; names look like '{example}'"

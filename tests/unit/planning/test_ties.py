@@ -60,8 +60,12 @@ def test_a_pin_of_one_holds_for_all_and_two_can_conflict() -> None:
     pins = ((TIES[0][1], low),)
     plan = make_plan(problem, PlanSettings(pins=pins))
     assert {str(plan.linears[name]) for name in TIES[0]} == {low}
-    with pytest.raises(InfeasiblePlanError, match="pin"):
-        make_plan(problem, PlanSettings(pins=(*pins, (TIES[0][0], high))))
+    # The message has the pins as they were given, not those of the groups' first linears.
+    both = ((f"*{TIES[0][1]}", low), (TIES[0][0], high), ("*", low))
+    with pytest.raises(InfeasiblePlanError) as caught:
+        make_plan(problem, PlanSettings(pins=both))
+    given = {f"pin {glob}={option}" for glob, option in both}
+    assert len(caught.value.conflicts) == 2 and given.issuperset(caught.value.conflicts)
 
 
 def test_a_file_has_the_ties(tmp_path: Path) -> None:
