@@ -57,7 +57,8 @@ def run(args: argparse.Namespace) -> int:
     shapes, tokens = _shapes(args)
     given = [get_format(name.strip()).name for name in args.formats.split(",")]
     formats = list(dict.fromkeys(given))
-    if not args.output.parent.is_dir() or args.output.is_dir():
+    is_file = args.output.parent.is_dir() and not args.output.is_dir() and str(args.output) != "-"
+    if not is_file:  # found before minutes of measuring
         raise UsageError(f"--output: '{args.output}' is no file in a folder that exists")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     setup = this_setup(device)

@@ -52,8 +52,10 @@ def write_output(path: Path, text: str, make_folder: bool = False) -> None:
     """Write a result to a file, atomically; its folder is made if asked for.
 
     Raises:
-        UsageError: if it cannot be written.
+        UsageError: if it cannot be written, or is `-`, by which other programs mean stdout.
     """
+    if str(path) == "-":
+        raise UsageError("--output: '-' is no file; /dev/stdout prints the result")
     try:
         if make_folder:
             path.parent.mkdir(parents=True, exist_ok=True)

@@ -50,7 +50,7 @@ def run(args: argparse.Namespace) -> int:
     if len(args.files) not in (1, stages.num_stages):
         raise UsageError(
             f"{len(args.files)} files for {stages.num_stages} pipeline stages; give one file, or "
-            "one for each"
+            "one for each (--pipeline-stages changes their number)"
         )
     files = [PrecisionFile(read_yaml(path), f"'{path}'") for path in args.files]
     base = Option.parse(args.base)

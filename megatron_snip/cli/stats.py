@@ -64,6 +64,10 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         UsageError: if the run, the iteration or the file is missing or bad.
     """
+    if args.sort != "model" and (args.health or args.csv or args.json):
+        raise UsageError(
+            "--sort orders the table of divergences; --health, --csv and --json do not"
+        )
     kind = "health" if args.health or args.csv else "divergences"
     path = _find(args.run / kind, args.iteration)
     value = read_json(path, f"{kind} file")

@@ -222,7 +222,10 @@ def read_plan(path: Path) -> PrecisionPlan:
     Raises:
         UsageError: if the file is missing, not JSON, breaks the schema or fails its digest.
     """
-    return PrecisionPlan.from_dict(read_json(path, "plan file"), f"plan file '{path}'")
+    value = read_json(path, "plan file")
+    if isinstance(value, dict) and isinstance(value.get("linears"), list):
+        raise UsageError(f"'{path}' is a problem, and a plan is wanted: plans/<iteration>.json")
+    return PrecisionPlan.from_dict(value, f"plan file '{path}'")
 
 
 def write_plan(plan: PrecisionPlan, path: Path) -> None:

@@ -199,7 +199,10 @@ def read_problem(path: Path) -> PlanningProblem:
     Raises:
         UsageError: if the file is missing, not JSON, or breaks the schema; one line.
     """
-    return PlanningProblem.from_dict(read_json(path, "problem file"), f"problem file '{path}'")
+    value = read_json(path, "problem file")
+    if isinstance(value, dict) and "digest" in value:
+        raise UsageError(f"'{path}' is a plan, and a problem is wanted: problems/<iteration>.json")
+    return PlanningProblem.from_dict(value, f"problem file '{path}'")
 
 
 def write_problem(problem: PlanningProblem, path: Path) -> None:

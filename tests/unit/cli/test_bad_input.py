@@ -73,13 +73,16 @@ BAD = {
         ("--cost time", "calibrate"),
         ("--cost time --calibration three.json", "calibration table 'three.json'"),
         ("--output /absent/folder/plan.json", "cannot write"),
+        ("--output -", "--output: '-' is no file; /dev/stdout prints the result"),
+        ("--previous problem.json", "'problem.json' is a problem, and a plan is wanted"),
         (
             "--previous three.json",
             f"the plan does not have {name_of(3)}",
         ),
     ],
     "plan": [
-        ("three.json", "problem file 'three.json'"),
+        ("three.json", "'three.json' is a plan, and a problem is wanted: problems/<iteration>"),
+        ("list.jsonl", "problem file 'list.jsonl'"),
         ("none.json", "'none.json'"),
     ],
     "pareto problem.json": [
@@ -95,6 +98,7 @@ BAD = {
         ("plan.json", "'plan.json' is a file; give the run's directory"),
         ("loop", "cannot find the run directory 'loop'"),
         ("x" * 300, "File name too long"),
+        ("run --health --sort loss", "--sort orders the table of divergences"),
         ("run --iteration 7", "7.json': version 1"),
         ("run --iteration 8", "options.fp4.rel_error: must be a valid number, got 'inf'"),
     ],
@@ -118,6 +122,7 @@ BAD = {
         ("--config absent.yaml", "'absent.yaml': No such file or directory"),
         ("--linear x=8x8 --output absent/t.json", "is no file in a folder that exists"),
         ("--linear x=8x8 --output .", "is no file in a folder that exists"),
+        ("--linear x=8x8 --output -", "'-' is no file in a folder that exists"),
     ],
     "export plan.json --output new.yaml --capability": [
         ("ten", "--capability: must be like 9.0"),
@@ -128,6 +133,7 @@ BAD = {
     ],
     "import --problem problem.json --output new.json": [
         ("absent.yaml", "'absent.yaml': No such file or directory"),
+        ("a.yaml b.yaml c.yaml", "one for each (--pipeline-stages changes their number)"),
         ("plan.json", "'plan.json' is no precision file of Megatron: no 'matchers'"),
         ("empty", "'empty' is no precision file of Megatron: no 'matchers'"),
         ("", "the following arguments are required: FILE.yaml"),
