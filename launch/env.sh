@@ -2,6 +2,12 @@
 # Environment of a training job: every variable with its reason. torchrun.sh and slurm.sbatch source
 # this file; what is set already stays as it is.
 
+# Print the words of an argument file, one per line. megatron_snip/cli/script.py reads it for the ranks:
+# quotes are a shell's, and outside them # begins a comment.
+words_of() {
+  sed -E "s/^(([^#\"']|\"[^\"]*\"|'[^']*')*)#.*/\1/" "$1" | xargs printf '%s\n'
+}
+
 # ---- what the scripts read -----------------------------------------------------------------------
 
 # The Python that has megatron-snip installed.
@@ -54,8 +60,8 @@ fi
 # that they overlap with; one hardware queue keeps that order, and Megatron insists on it. With FSDP it
 # insists on more than one. Megatron-Bridge's recipes for overlapped experts set 32.
 words="$*"
-for word in "$@"; do # a pipe can be read once, by a rank
-  if [[ $word == @* && -f ${word#@} ]]; then words+=" $(sed 's/#.*//' "${word#@}" | tr '[:space:]' ' ')"; fi
+for word in "$@"; do # a pipe can be read once, by a rank, which also reports an open quote
+  if [[ $word == @* && -f ${word#@} ]]; then words+=" $(words_of "${word#@}" 2>/dev/null | tr '\n' ' ' || true)"; fi
 done
 case " $words " in
   *" --use-megatron-fsdp "* | *" --use-torch-fsdp2 "*) ;;

@@ -31,11 +31,6 @@ fi
 program=${1:-}
 if [ "$program" = --cpu ]; then program=${2:-}; fi
 
-# Print the words of an argument file, one per line. megatron_snip/cli/script.py reads it for the ranks:
-# quotes are a shell's, and outside them # begins a comment.
-words_of() {
-  sed -E "s/^(([^#\"']|\"[^\"]*\"|'[^']*')*)#.*/\1/" "$1" | xargs printf '%s\n'
-}
 # Refuse flags for folders: a job that saves in one folder and loads from another would not resume.
 refuse_folders() { # [ in FILE] WORD...
   local where=$1 word

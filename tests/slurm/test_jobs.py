@@ -25,6 +25,7 @@ DEMO = f"""
 """
 """The demo, shorter; iterations 11 and 16 measure."""
 TENSOR = ["--tensor-model-parallel-size", "2"]
+PIPELINE = ["--tensor-model-parallel-size", "1", "--pipeline-model-parallel-size", "2"]
 
 STOP_AT = """
 import os
@@ -43,6 +44,22 @@ if "RANK" in os.environ and FIRST_ATTEMPT:
     loop.train_step = train_step
 """
 """In its first attempt every rank waits in iteration 9 for the signal of the time limit."""
+
+FAIL_AT = """
+import os
+if "RANK" in os.environ:
+    import time
+    import megatron_snip.trainer.loop as loop
+    original = loop.train_step
+    def train_step(iteration, *rest):
+        if iteration == 4:
+            if os.environ["RANK"] == "1":
+                raise ArithmeticError("the reason why")
+            time.sleep(3600)
+        return original(iteration, *rest)
+    loop.train_step = train_step
+"""
+"""The second node's rank fails in iteration 4; the first one does not notice."""
 
 
 @dataclass(frozen=True)
@@ -136,6 +153,25 @@ def test_tensor_parallel_across_nodes_is_the_same_run(two_nodes: Job, one_node: 
     assert two_nodes.metrics() == one_node.metrics()
     # Static rendezvous: rank 0, which alone speaks, is on the first node, task 0 of the step.
     assert "\n0: iteration" in two_nodes.log and "\n1: iteration" not in two_nodes.log
+
+
+def test_a_pipeline_across_nodes_makes_the_same_plans(jobs: Jobs, one_node: Job) -> None:
+    job = jobs.run("pipeline", PIPELINE)
+    assert job.state["JobState"] == "COMPLETED", job.log
+    assert job.plans() == one_node.plans()
+    for mine, theirs in zip(job.metrics(), one_node.metrics(), strict=True):
+        # Sums are in another order, and rounding to FP4 makes much of their last bit.
+        precise = mine["lowest_precision_fraction"] == 0.0
+        assert mine["loss"] == pytest.approx(theirs["loss"], rel=1e-5 if precise else 1e-2)
+
+
+def test_a_failed_rank_fails_the_job_at_once(jobs: Jobs) -> None:
+    # The other rank would wait for an hour, and its collectives for ten minutes.
+    job = jobs.run("failing", TENSOR, FAIL_AT)
+    assert job.state["JobState"] == "FAILED"
+    assert job.state["ExitCode"] != "0:0"
+    assert job.state["Restarts"] == "0"
+    assert "ArithmeticError: the reason why" in job.log
 
 
 def test_at_its_time_limit_a_job_saves_queues_again_and_ends_alike(

@@ -242,12 +242,16 @@ def test_a_node_without_a_driver_starts_no_rank(tmp_path: Path) -> None:
         ("--use-megatron-fsdp", "unset"),
         ("--use-torch-fsdp2", "unset"),
         ("@a", "unset"),
+        ("@quoted", "unset"),
+        ("@open quote", "1"),
     ],
 )
 def test_fsdp_may_have_more_than_one_queue(tmp_path: Path, flag: str, connections: str) -> None:
     """Megatron refuses FSDP with `CUDA_DEVICE_MAX_CONNECTIONS=1`."""
     (tmp_path / "pretrain.py").touch()
     (tmp_path / "a").write_text("--bf16\n--use-megatron-fsdp # a comment\n")
+    (tmp_path / "quoted").write_text("--wandb-exp-name 'run #3' --use-megatron-fsdp\n")
+    (tmp_path / "open quote").write_text("--wandb-exp-name 'run\n")  # the ranks refuse it
     stand_in(tmp_path, "python3", 'echo "${CUDA_DEVICE_MAX_CONNECTIONS:-unset}"')
     done = run_script(tmp_path, "torchrun.sh", "pretrain.py", flag, "--snip")
     assert done.stdout == f"{connections}\n", done.stderr
