@@ -190,12 +190,14 @@ class Constraints:
         else:
             allowed = table.listed
             fixable = np.ones_like(table.listed)
-        active = [columns[:, None] for label, columns in self.fixed.items() if label in on]
-        is_fixed = np.any([columns >= 0 for columns in active], axis=0)
-        # An unlisted bf16 may be pinned, and is otherwise no choice.
-        allowed = np.where(is_fixed, fixable, allowed)
-        for columns in active:  # two options for one linear leave it none
-            allowed &= (columns < 0) | (columns == np.arange(allowed.shape[1]))
+        fixed = {label: columns[:, None] for label, columns in self.fixed.items()}
+        numbers = np.arange(allowed.shape[1])
+        # An unlisted bf16 may be pinned, and is otherwise no choice. It stays one without its pin:
+        # the deletion filter needs every subset of the constraints to leave at least as much.
+        for columns in fixed.values():
+            allowed = allowed | (columns == numbers) & fixable
+        for label in fixed.keys() & on:  # two options for one linear leave it none
+            allowed &= (fixed[label] < 0) | (fixed[label] == numbers)
         return allowed
 
     def _infeasible(self) -> InfeasiblePlanError:

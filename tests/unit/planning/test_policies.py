@@ -83,6 +83,13 @@ def test_linears_without_an_option_are_named() -> None:
     assert "no target can be reached" in str(error)
 
 
+def test_pins_that_conflict_are_named_where_a_pin_to_bf16_helps_another_linear() -> None:
+    """Without its pin the second linear would have no option."""
+    pins = (("*.layers.0.*", "fp8"), ("*", "bf16"))
+    error = conflict(problem_of([[0.0, 1.0], [None, None]], target=0.0), pins=pins)
+    assert error.conflicts == ("pin *.layers.0.*=fp8", "pin *=bf16")
+
+
 def test_reported_conflicts_are_minimal_and_the_best_target_is_the_largest() -> None:
     checked = 0
     for seed in range(150):
