@@ -14,8 +14,8 @@ optimizers are recognized by their attributes:
     DistributedOptimizer              FP32 shards of flat ranges over the data axis
     Float16OptimizerWithFloat16Params full FP32 copies
     FP32Optimizer                     the parameters themselves
-    ChainedOptimizer                  several of these
-    LayerWiseDistributedOptimizer     several of these, with other parameters on each data rank
+    ChainedOptimizer                  several of these, also chains
+    LayerWiseDistributedOptimizer     a chain, with other parameters on each data rank
     any of them under FSDP            DTensors: rows or ranges over the data axis (sharded.py)
 
 The step counter lives in the state (torch) or in the parameter group (Apex and Transformer
@@ -240,17 +240,32 @@ def is_sharded(optimizer: Any) -> bool:
     """Whether state is split over the data axis (Megatron's distributed optimizers)."""
     if getattr(optimizer, "dp_cp_params_list", None) is not None:
         return True  # each data rank owns other weights
-    parts = _parts(optimizer)
-    if any(hasattr(part, "_get_model_param_range_map") for part in parts):
+    chained = _chained(optimizer)
+    if chained is not None:
+        return any(map(is_sharded, chained))
+    if hasattr(optimizer, "_get_model_param_range_map"):
         return True
-    groups = chain(*(getattr(part, "param_groups", ()) for part in parts))
+    groups = getattr(optimizer, "param_groups", ())
     return any(isinstance(p, DTensor) for group in groups for p in group["params"])
 
 
-def _parts(optimizer: Any) -> Sequence[Any]:
-    """Return the optimizers that Megatron chains, perhaps none, or the only one."""
+def _parts(optimizer: Any) -> Iterator[Any]:
+    """Yield the optimizers that Megatron chains, perhaps none, or the only one.
+
+    A chain may hold another one: from 0.18 on Megatron chains its LayerWiseDistributedOptimizer
+    (`--optimizer muon --use-distributed-optimizer`) with the optimizer of the other parameters.
+    """
+    chained = _chained(optimizer)
+    if chained is None:
+        yield optimizer
+        return
+    for each in chained:
+        yield from _parts(each)
+
+
+def _chained(optimizer: Any) -> Sequence[Any] | None:
     chained: Sequence[Any] | None = getattr(optimizer, "chained_optimizers", None)
-    return [optimizer] if chained is None else chained
+    return chained
 
 
 def _owned(part: Any, inner: Any) -> Iterator[tuple[Tensor, Tensor, int, int]]:

@@ -3,10 +3,16 @@
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
+from megatron.core.optimizer import ChainedOptimizer, OptimizerConfig
+from megatron.core.optimizer.layer_wise_optimizer import LayerWiseDistributedOptimizer
+from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params
+from megatron.core.process_groups_config import ProcessGroupCollection
 
 from megatron_snip.linears.discovery import current_topology
 from megatron_snip.linears.model import PlannedModel
+from megatron_snip.statistics.optimizer_state import is_sharded, optimizer_shards
 from megatron_snip.statistics.sensitivity import Sensitivity, gather_sensitivities
 from tests.distributed.launch import run_ranks
 from tests.distributed.layouts import OVERLAP, SHARDED
@@ -66,6 +72,42 @@ def sensitivities(layouts: dict[str, dict[str, Any]]) -> dict[str, Any]:
     return results
 
 
+def layer_wise() -> dict[str, Any]:
+    """Make a step of Muon as Megatron chains it from 0.18 on; compare with PyTorch's own Muon."""
+    generator = torch.Generator().manual_seed(0)
+    matrices = [torch.randn(rows, 4, generator=generator).bfloat16() for rows in (8, 6)]
+    weights = [torch.nn.Parameter(matrix) for matrix in matrices]
+    norm = torch.nn.Parameter(torch.ones(4, dtype=torch.bfloat16))
+    twins = [torch.nn.Parameter(matrix.float()) for matrix in matrices]
+    alone = torch.optim.Muon(twins, lr=0.1)
+    with layout({"num_layers": 1, "seq_length": 32}):
+        config = OptimizerConfig(optimizer="adam", lr=0.1, bf16=True, params_dtype=torch.bfloat16)
+        groups = ProcessGroupCollection.use_mpu_process_groups()
+        muon: Any = [torch.optim.Muon(weights, lr=0.1)]
+        adam = torch.optim.AdamW([norm], lr=0.1)
+        layer_wise = LayerWiseDistributedOptimizer(muon, config, groups)
+        others = Float16OptimizerWithFloat16Params(adam, config, None, lambda *_: None)
+        optimizer = ChainedOptimizer([layer_wise, others])
+    for weight, twin in zip(weights, twins, strict=True):
+        twin.grad = torch.randn(twin.shape, generator=generator)
+        main_param = getattr(weight, "main_param", None)
+        if main_param is not None:  # this rank has it
+            main_param.grad = twin.grad.clone()
+    for inner in (alone, layer_wise.optimizer):
+        inner.step()
+    shards = optimizer_shards(optimizer)
+    wanted = optimizer_shards(alone)
+    differences = []
+    for weight, twin in zip(weights, twins, strict=True):
+        found = shards[weight].inverse_d_and_update() if weight in shards else None
+        if found is not None:
+            pairs = zip(found, wanted[twin].inverse_d_and_update() or (), strict=True)
+            differences += [float((mine - theirs).abs().max()) for mine, theirs in pairs]
+    own = [weight in shards for weight in weights]
+    sharded = is_sharded(optimizer)
+    return {"own": own, "norm": norm in shards, "sharded": sharded, "differences": differences}
+
+
 def _classes(trainer: Trainer) -> list[str]:
     optimizer: Any = trainer.state.optimizer
     parts = getattr(optimizer, "chained_optimizers", [])
@@ -109,3 +151,12 @@ def test_every_optimizer_of_megatron_gives_the_same_d() -> None:
             assert (found["before"], found["count"]) == (0, 4), name
             # A range put in the wrong place is off by 1.
             assert found["difference"] < (2.0**-8 if name.startswith("bf16") else 1e-4), name
+
+
+def test_a_layer_wise_optimizer_within_a_chain_is_read() -> None:
+    """Each data rank has the state of one of two weights, and all of the other parameters'."""
+    results = run_ranks(2, "tests.distributed.test_statistics:layer_wise")
+    assert sorted(result["own"] for result in results) == [[False, True], [True, False]]
+    for result in results:
+        assert result["norm"] and result["sharded"]
+        assert len(result["differences"]) == 2 and max(result["differences"]) < 1e-6
