@@ -153,10 +153,15 @@ INCOMPATIBLE_FLAGS: tuple[FlagRow, ...] = (
 UNPLANNED_MODULES = {
     "GroupedMLP": "drop --moe-use-legacy-grouped-gemm, or under --transformer-impl local "
     "--moe-grouped-gemm; Transformer Engine's grouped experts (TEGroupedMLP) are planned",
+    "TEFusedMLPWithGroupedLinear": "drop --use-grouped-gemm-for-dense-mlp (Megatron-Bridge: "
+    "dense_grouped_gemm); the other MLPs of --use-transformer-engine-op-fuser are planned",
 }
 """Classes of modules whose GEMMs are not in linear modules -> what to do.
 
-GroupedMLP is Megatron's own, last in 0.16: TEGroupedMLP has linears.
+GroupedMLP is Megatron's own, last in 0.16: TEGroupedMLP has linears. TEFusedMLPWithGroupedLinear is
+in 0.18 and later. Its fused operations open an autocast of MXFP8 themselves, in every job, and read
+the rows of gate and up in turns of 32. So no plan changes them, and its two linears, called as
+those of a TEFusedMLP are, would compute another MLP.
 """
 
 

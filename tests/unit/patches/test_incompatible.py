@@ -149,3 +149,17 @@ def test_modules_without_linears_are_named_with_their_path() -> None:
     assert "mlp.experts: the GEMMs of GroupedMLP are not in linear modules; drop " in line
     # Under Transformer Engine --moe-grouped-gemm gives experts that are planned.
     assert "--moe-use-legacy-grouped-gemm, or under --transformer-impl local --moe-gr" in line
+
+
+def test_a_fused_mlp_that_chooses_its_own_recipe_is_refused() -> None:
+    """Megatron's class inherits from the one that is planned."""
+
+    class TEFusedMLP(torch.nn.Module):
+        pass
+
+    class TEFusedMLPWithGroupedLinear(TEFusedMLP):
+        pass
+
+    check_modules([torch.nn.ModuleDict({"mlp": TEFusedMLP()})])
+    with pytest.raises(UnsupportedError, match="cannot plan mlp: .*--use-grouped-gemm-for-dense"):
+        check_modules([torch.nn.ModuleDict({"mlp": TEFusedMLPWithGroupedLinear()})])
