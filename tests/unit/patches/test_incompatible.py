@@ -161,5 +161,5 @@ def test_a_fused_mlp_that_chooses_its_own_recipe_is_refused() -> None:
         pass
 
     check_modules([torch.nn.ModuleDict({"mlp": TEFusedMLP()})])
-    with pytest.raises(UnsupportedError, match="cannot plan mlp: .*--use-grouped-gemm-for-dense"):
+    with pytest.raises(UnsupportedError, match=r"cannot plan mlp: .*--use-grouped-gemm-for-dense"):
         check_modules([torch.nn.ModuleDict({"mlp": TEFusedMLPWithGroupedLinear()})])
