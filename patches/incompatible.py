@@ -40,6 +40,11 @@ def _shards_weights(args: Namespace) -> bool:
     return any(int(getattr(args, name, None) or 1) > 1 for name in names)
 
 
+def _sends_quantized_tokens(args: Namespace) -> bool:
+    names = ("moe_dispatch_fwd_dtype", "moe_combine_bwd_dtype")
+    return any(getattr(args, name, "bf16") != "bf16" for name in names)
+
+
 # Where a flag reaches the linears, they refuse it as well: a loop of one's own has no flags to
 # check. `weights_of` in linears/te/modules.py refuses one tensor of all experts' weights, and
 # `_quantizable` in linears/megatron_linear.py runs in BF16 what is gathered inside the GEMM.
@@ -74,6 +79,15 @@ INCOMPATIBLE_FLAGS: tuple[FlagRow, ...] = (
         plans="refuses",
         collects="refuses",
         text="the rows of experts are padded or their weights are one tensor",
+    ),
+    FlagRow(
+        "--moe-dispatch-fwd-dtype or --moe-combine-bwd-dtype mxfp8",
+        _sends_quantized_tokens,
+        plans="refuses",
+        collects="refuses",
+        text="experts get tokens or gradients that are quantized before they are sent, which only "
+        "fused operations read",
+        remedy="set both to bf16",
     ),
     FlagRow(
         "--hybrid-context-parallel",

@@ -18,6 +18,7 @@ ACTIVE: dict[str, dict[str, Any]] = {
     "--fp16": {"fp16": True},
     "--(expert-)tensor-parallel-num-weight-shards": {"expert_gtp_weight_remat_size": 2},
     "--moe-use-grouped-tensor": {"moe_single_grouped_weight": True},
+    "--moe-dispatch-fwd-dtype": {"moe_combine_bwd_dtype": "mxfp8"},
     "--hybrid-context-parallel": {"hybrid_context_parallel": True},
     "kitchen": {"kitchen_recipe_number": 0},
     "--perform-rl-step": {"perform_rl_step": True},
@@ -62,6 +63,7 @@ HARMLESS = {
     "exp_avg_dtype": torch.float32,
     "exp_avg_sq_dtype": torch.bfloat16,
     "kitchen_recipe_number": None,
+    "moe_dispatch_fwd_dtype": "bf16",
     "overlap_moe_expert_parallel_comm": True,
     "data_parallel_sharding_strategy": "optim_grads_params",  # Megatron's default without FSDP
 }
