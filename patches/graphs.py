@@ -173,7 +173,10 @@ class Graphs:
                 f"capturing layers again: {num_changed} captured linears have a new option "
                 "(--snip-change-penalty makes such changes rarer)"
             )
-            helper.delete_cuda_graphs()
+            if helper.graphs_created():
+                helper.delete_cuda_graphs()
+            else:  # a pipeline stage without layers that Megatron captures
+                self.forget(helper)
             helper.__init__(**arguments)  # a capture changes the counts that it starts from
             with _without_gather_hooks(helper.model) as had_hooks:
                 helper.create_cudagraphs()

@@ -64,6 +64,7 @@ LATENT += ["--v-head-dim", "32", "--qk-head-dim", "32", "--qk-pos-emb-head-dim",
 WITH_TE = {
     "te": (1, TE),
     "te dp2": (2, [*TE, *OVERLAP]),
+    "te pp2": (2, [*TE, *PP2]),
     "te ep2": (2, [*TE, *EXPERTS, "--moe-grouped-gemm", "--moe-token-dispatcher-type", "alltoall"]),
     "te fsdp2": (2, [*FSDP2, *TE]),
     "te megatron-fsdp": (2, [*MEGATRON_FSDP, *TE]),

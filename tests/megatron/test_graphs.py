@@ -52,3 +52,16 @@ def test_transformer_engine_under_graphs_trains_as_without(te_lab: Lab, captured
         num_plans = sum("plan applied" in line for line in lines)  # not those that are unchanged
         assert bool(num_plans) == (flags is PLANS)
         assert sum(text in line for line in lines) == 1 + num_plans, run.report
+
+
+def test_a_pipeline_stage_without_layers_has_no_graphs_to_delete(te_lab: Lab) -> None:
+    """The last stage has the output layer and the loss alone."""
+    flags = [*FP8, *PLANS, "--pipeline-model-parallel-layout", "Etttt|L"]
+    graphs, text = GRAPHS["layers"]
+    run = te_lab.run("te pp2", [*flags, *graphs])
+    eager = te_lab.run("te pp2", [*flags, GENERATOR])
+    assert weights(run) == weights(eager), run.report
+    lines = snip_lines(run)
+    num_plans = sum("plan applied" in line for line in lines)
+    assert num_plans > 0
+    assert sum(text in line for line in lines) == 1 + num_plans, run.report
