@@ -45,6 +45,15 @@ def _sends_quantized_tokens(args: Namespace) -> bool:
     return any(getattr(args, name, "bf16") != "bf16" for name in names)
 
 
+def _has_static_nccl_ep(args: Namespace) -> bool:
+    if getattr(args, "moe_flex_dispatcher_backend", None) != "ncclep":
+        return False
+    static_shape = getattr(args, "moe_ncclep_static_shape", None)
+    if static_shape is not None:  # 0.19, where the capacity factor alone is no static shape
+        return bool(static_shape)
+    return given("moe_expert_rank_capacity_factor")(args)
+
+
 # Where a flag reaches the linears, they refuse it as well: a loop of one's own has no flags to
 # check. `weights_of` in linears/te/modules.py refuses one tensor of all experts' weights, and
 # `_quantizable` in linears/megatron_linear.py runs in BF16 what is gathered inside the GEMM.
@@ -88,6 +97,16 @@ INCOMPATIBLE_FLAGS: tuple[FlagRow, ...] = (
         text="experts get tokens or gradients that are quantized before they are sent, which only "
         "fused operations read",
         remedy="set both to bf16",
+    ),
+    FlagRow(
+        "--moe-flex-dispatcher-backend ncclep with static shapes (--moe-ncclep-static-shape in "
+        "0.19, --moe-expert-rank-capacity-factor in 0.20)",
+        _has_static_nccl_ep,
+        plans="refuses",
+        collects="refuses",
+        text="a measured iteration needs buffers without left-over rows, and another NCCL group "
+        "for them",
+        remedy="drop the static shapes, or use hybridep",
     ),
     FlagRow(
         "--hybrid-context-parallel",

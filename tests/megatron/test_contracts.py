@@ -93,7 +93,7 @@ ELSEWHERE = {
     "CUDA graphs with --snip-backend simulate or --transformer-impl local": "test_graphs.py",
     # Its buffers are GPU memory that ranks share, and CUDA kernels write to it.
     "--tp-comm-overlap": "../unit/patches/test_overlap_buffers.py",
-    # Megatron allows it with HybridEP or NCCL-EP, which are CUDA kernels. A stand-in overflows.
+    # SNIP runs it with HybridEP, which is CUDA kernels. A stand-in overflows.
     "--moe-expert-rank-capacity-factor": "test_expert_capacity.py",
 }
 """Flags that no CPU job can have, or that have jobs elsewhere -> where they are tested."""

@@ -61,7 +61,10 @@ class Job:
         self.sender = SimpleNamespace(moe_expert_rank_capacity_factor=1.5)
         settings = SimpleNamespace(moe_expert_rank_capacity_factor=1.5)
         dispatcher = SimpleNamespace(
-            _comm_manager=self.sender, config=settings, reset_over_budget=lambda: None
+            _comm_manager=self.sender,
+            config=settings,
+            reset_over_budget=lambda: None,
+            invalidate_ep_bootstrap=lambda: None,  # of 0.20
         )
         self.runner.moe_layers = [SimpleNamespace(token_dispatcher=dispatcher)]
         self.runner.check_moe_overflow = self.check

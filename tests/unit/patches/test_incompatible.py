@@ -19,6 +19,10 @@ ACTIVE: dict[str, dict[str, Any]] = {
     "--(expert-)tensor-parallel-num-weight-shards": {"expert_gtp_weight_remat_size": 2},
     "--moe-use-grouped-tensor": {"moe_single_grouped_weight": True},
     "--moe-dispatch-fwd-dtype": {"moe_combine_bwd_dtype": "mxfp8"},
+    "--moe-flex-dispatcher-backend ncclep": {
+        "moe_flex_dispatcher_backend": "ncclep",
+        "moe_ncclep_static_shape": True,
+    },
     "--hybrid-context-parallel": {"hybrid_context_parallel": True},
     "kitchen": {"kitchen_recipe_number": 0},
     "--perform-rl-step": {"perform_rl_step": True},
@@ -134,6 +138,20 @@ def test_what_can_only_be_measured_says_so_in_the_remedy() -> None:
 def test_spellings_of_cuda_graphs(settings: dict[str, Any], flag: str) -> None:
     found = [row.flag for row in FAST_FLAGS if row.is_on(argparse.Namespace(**settings))]
     assert found == [f"--cuda-graph-impl {flag}"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "is_refused"),
+    [
+        ({"moe_ncclep_static_shape": False, "moe_expert_rank_capacity_factor": 1.5}, False),
+        ({"moe_expert_rank_capacity_factor": 1.5}, True),  # 0.20 has no other flag for it
+        ({"moe_expert_rank_capacity_factor": None}, False),
+    ],
+)
+def test_nccl_ep_is_refused_with_static_shapes(settings: dict[str, Any], is_refused: bool) -> None:
+    args = argparse.Namespace(moe_flex_dispatcher_backend="ncclep", **settings)
+    on = [row.flag for row in INCOMPATIBLE_FLAGS if row.is_on(args)]
+    assert bool(on) == is_refused
 
 
 def test_modules_without_linears_are_named_with_their_path() -> None:
