@@ -8,7 +8,8 @@ A capture on a GPU runs nothing. Here operations must run to have results, so wh
 tensors from before the capture, and the random numbers that they draw, are put back at its end.
 
 What differs from a GPU: replayed random numbers come from the default generator, whatever stream
-Megatron's tracker had forked in the capture; and a collective is complete when its replay returns.
+Megatron's tracker had forked in the capture; a collective is complete when its replay returns; and
+sends and receives are complete before the next operation of another kind.
 """
 
 import contextlib
@@ -34,8 +35,13 @@ _WITHOUT_VALUES = {
 }
 """Operations whose result is memory alone."""
 
+_POINT_TO_POINT = frozenset({torch.ops.c10d.send.default, torch.ops.c10d.recv_.default})
+
 _capturing: "list[graph]" = []
 """The capture that runs in this process, if any."""
+
+_pending: list[Any] = []
+"""Sends and receives of this process that nobody has waited for."""
 
 
 def is_capturing() -> bool:
@@ -67,6 +73,7 @@ class CUDAGraph:
         with torch.no_grad():
             for step in self._steps:
                 step()
+        _wait_for_pending()
 
     def reset(self) -> None:
         """Forget the capture and release its tensors."""
@@ -103,6 +110,9 @@ class graph(contextlib.AbstractContextManager["graph"]):
         """End the capture, and undo what it has written; an error leaves the graph empty."""
         self._recorder.__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
         _capturing.remove(self)
+        if error is None:
+            _wait_for_pending()
+        _pending.clear()
         self._recorder.undo_writes()
         torch.set_rng_state(self._random)
         if error is None:
@@ -131,7 +141,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return NotImplemented
         kwargs = kwargs or {}
         self._save_before_write(func, args, kwargs)
-        result = tree_map(_finished, func(*args, **kwargs))
+        result = _run(func, args, kwargs)
         if func not in _READS:
             self._record(func, args, kwargs, result)
         return result
@@ -168,13 +178,27 @@ def _run_again(
     func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Any, given: set[int]
 ) -> None:
     """Run an operation on its recorded arguments; write what it returns where it was recorded."""
-    result = func(*args, **kwargs)
+    result = _run(func, args, kwargs)
     for old, new in zip(tree_leaves(outputs), tree_leaves(result), strict=True):
-        if isinstance(old, torch.Tensor):
-            if _address(old) not in given:
-                old.copy_(new)
-        else:
-            _finished(new)
+        if isinstance(old, torch.Tensor) and _address(old) not in given:
+            old.copy_(new)
+
+
+def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run an operation; a collective is complete when it returns.
+
+    Sends and receives are not: two pipeline stages may each send before they receive.
+    """
+    if func in _POINT_TO_POINT:
+        _pending.append(func(*args, **kwargs))
+        return FakeWork().boxed()
+    _wait_for_pending()
+    return tree_map(_finished, func(*args, **kwargs))
+
+
+def _wait_for_pending() -> None:
+    while _pending:
+        _pending.pop(0).wait()
 
 
 def _finished(leaf: Any) -> Any:

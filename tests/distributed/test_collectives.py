@@ -16,6 +16,7 @@ from megatron_snip.errors import UnsupportedError
 from megatron_snip.linears import discovery
 from megatron_snip.linears import model as planned
 from megatron_snip.patches.attach import attach
+from megatron_snip.patches.cpu.graphs import CUDAGraph, graph
 from megatron_snip.patches.registry import Session
 from megatron_snip.run.step import StepLoss
 from megatron_snip.topology import Axis, Topology
@@ -103,3 +104,31 @@ def losses() -> list[float | None]:
 
 class GroupedMLP(torch.nn.Module):
     """Has the name of Megatron's experts that multiply without linears."""
+
+
+def test_in_a_graph_on_the_cpu_both_ranks_may_send_first() -> None:
+    """As neighbouring pipeline stages do; the replays exchange what is there by then."""
+    first, second = run_ranks(2, "tests.distributed.test_collectives:exchanged")
+    assert (first, second) == ([22.0, 42.0], [20.0, 40.0])
+
+
+def exchanged() -> list[float]:
+    """On two ranks: twice what the other one had in each of two replays."""
+    rank = dist.get_rank()
+    sent = torch.zeros(1)
+    received = torch.zeros(1)
+    recorded = CUDAGraph()
+    with graph(recorded):
+        operations = [
+            dist.P2POp(dist.isend, sent, 1 - rank),
+            dist.P2POp(dist.irecv, received, 1 - rank),
+        ]
+        for work in dist.batch_isend_irecv(operations):
+            work.wait()
+        doubled = received * 2
+    found = []
+    for number in (10, 20):
+        sent.fill_(number + rank)
+        recorded.replay()
+        found.append(doubled.item())
+    return found

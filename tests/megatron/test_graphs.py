@@ -6,10 +6,11 @@ from tests.megatron.fast_flags import GRAPH, GRAPHS
 from tests.megatron.lab import COLLECT_ONLY, SNIP, Lab, logged, snip_lines, weights
 
 
-def test_measuring_beside_a_graph_of_the_iteration_changes_no_bit(lab: Lab) -> None:
-    plain = lab.run("dp2", GRAPH)
-    assert weights(plain) == weights(lab.run("dp2"))
-    collected = lab.run("dp2", [*GRAPH, *COLLECT_ONLY])
+@pytest.mark.parametrize("layout", ["dp2", "pp2"])
+def test_measuring_beside_a_graph_of_the_iteration_changes_no_bit(lab: Lab, layout: str) -> None:
+    plain = lab.run(layout, GRAPH)
+    assert weights(plain) == weights(lab.run(layout))
+    collected = lab.run(layout, [*GRAPH, *COLLECT_ONLY])
     assert weights(collected) == weights(plain)
     assert logged(collected) == logged(plain)
     assert logged(collected, "grad norm") == logged(plain, "grad norm")
@@ -54,10 +55,11 @@ def test_transformer_engine_under_graphs_trains_as_without(te_lab: Lab, captured
         assert sum(text in line for line in lines) == 1 + num_plans, run.report
 
 
-def test_a_pipeline_stage_without_layers_has_no_graphs_to_delete(te_lab: Lab) -> None:
-    """The last stage has the output layer and the loss alone."""
+@pytest.mark.parametrize("captured", GRAPHS)
+def test_a_pipeline_stage_without_layers_trains_on(te_lab: Lab, captured: str) -> None:
+    """The last stage has the output layer and the loss alone, and no layer to capture."""
     flags = [*FP8, *PLANS, "--pipeline-model-parallel-layout", "Etttt|L"]
-    graphs, text = GRAPHS["layers"]
+    graphs, text = GRAPHS[captured]
     run = te_lab.run("te pp2", [*flags, *graphs])
     eager = te_lab.run("te pp2", [*flags, GENERATOR])
     assert weights(run) == weights(eager), run.report
