@@ -152,8 +152,8 @@ class PlanFields(Section):
 
     heal_order: Literal["plan", "forward", "backward"] = "plan"
     """What healing raises first: `plan` (what the quality losses say), `forward` (fprop) or
-    `backward` (dgrad and wgrad). The last two need granularity gemm and cost flops, and no
-    pipeline_balance stage."""
+    `backward` (dgrad and wgrad). The last two need `granularity: gemm` and `cost: flops`,
+    and refuse `pipeline_balance: stage`."""
 
     formats: tuple[str, ...] = (AUTO,)
     """Formats that a plan may use, comma separated. The one with the fewest bits is the lowest

@@ -419,7 +419,7 @@ class SnipController:
     def _note_state_before(self, iteration: int) -> bool:
         """Keep the state before an iteration; return whether Megatron repeats the iteration.
 
-        Of one that is repeated the state before its first run stays.
+        If it is repeated, the state noted before its first run stays.
         """
         if self._before is not None and self._before.iteration == iteration - 1:
             return True
@@ -436,7 +436,8 @@ class SnipController:
                 plan = without_objective(plan)  # all quality losses of its problem were 0
             self._check(plan)
             self._current.apply(plan)
-            former = self.plan  # `apply` changes the linears, and `replace` below the current plan
+            # Only the linears have changed so far. `self.plan` changes in `replace`, further down.
+            former = self.plan
             if changed_linears(former, plan):
                 self._guard.plan_changed(fallback=former)
             # This is read first, because `replace` starts the mean of the new plan.

@@ -56,9 +56,10 @@ class GuardState(Record):
         loss: the losses so far, and what the current plan is judged by.
         first_fallback: the plan that the guard falls back to, unless it equals the current plan.
             Usually it is the plan before the last change. A change during a series of spikes leaves
-            it as it was. A revert makes it the current plan, so the next fallback is what the job
-            itself runs. It need not have been judged to the end. None: there is no earlier plan.
-            Earlier checkpoints call it `good`.
+            it as it was. After a revert it is the current plan: then it is passed over, and the
+            next fallback is what the job itself runs. A plan may be the fallback although it was
+            not judged to the end. None: there is no earlier plan. Earlier checkpoints call it
+            `good`.
         refused: digests of plans that were reverted.
         num_reverted: plans reverted since one was last judged good.
         refresh_at: iteration from which a refresh is wanted because a plan was reverted, or None.

@@ -280,7 +280,6 @@ def resumed_state(loaded: Any, iteration: int) -> tuple[ControllerState | None, 
 
 
 _RENAMED = {
-    "refreshed": "schedule",
     "pending": "solve",
     "statistics": "observations",
     "alerted": "alerts",
@@ -291,7 +290,8 @@ _RENAMED = {
 def _from_version_2(value: dict[str, Any]) -> dict[str, Any]:
     """Return a state of version 2 under the names of version 3."""
     found = {_RENAMED.get(name, name): part for name, part in value.items() if name != "version"}
-    return {**found, "schedule": {"refreshed": found.get("schedule")}}
+    found["schedule"] = {"refreshed": found.pop("refreshed", None)}
+    return found
 
 
 def _guard(value: Any, source: str) -> GuardState | None:

@@ -271,7 +271,8 @@ class RecipeTELinear:
             return None if self._job_recipe == BF16_RECIPE else BF16_RECIPE
         return None if self.runs_as_job else self._planned_recipe
 
-    # A fused MLP does not call its linears, but Megatron calls their hooks, with fewer arguments.
+    # A fused MLP does not call its linears, but Megatron calls their hooks: `_before_forward`
+    # without `kwargs`, and `_after_forward` without `result`.
     def _before_forward(self, module: Any, args: Any, kwargs: Any = None) -> None:
         params = self._bf16_params if self._runtime.in_bf16 else self.planned_params
         module.te_quant_params = params
