@@ -13,7 +13,7 @@ from megatron_snip.statistics.observer import StepObserver
 from megatron_snip.statistics.sample import MeasureSettings
 from megatron_snip.statistics.sensitivity import gather_sensitivities, weight_norms
 from megatron_snip.topology import Placement, Topology
-from tests.unit.linears.test_delayed_scaling import Job
+from tests.unit.linears.delayed_job import Job
 from tests.unit.statistics.equations import FORMATS
 
 READS = tuple(
