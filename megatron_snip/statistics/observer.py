@@ -48,6 +48,7 @@ from megatron_snip.statistics.sample import (
     MeasureSettings,
     Sample,
     draw_sample,
+    is_measured,
     rows_of,
     sampled_features,
     to_device,
@@ -152,6 +153,7 @@ class StepObserver:
         self._rotating_format = next((fmt for fmt in rotating if fmt.needs_amax_or_scale), None)
         self._num_forwards: dict[Placement, int] = defaultdict(int)
         self._sums = RowSums(settings.formats, topology, sensitivities)
+        self._is_measured = partial(is_measured, settings, topology)
         # All linears of a microbatch have the same sample, so it is drawn once.
         self._draw = cache(partial(draw_sample, settings))
 
@@ -198,9 +200,6 @@ class StepObserver:
                 called in the forward, for X and W, and in the backward, for G. All ranks call it,
                 and may communicate in it.
         """
-        names = self._settings.names
-        if names is not None and placement.name not in names:
-            return output
         if not (torch.is_grad_enabled() and output.requires_grad):
             return output  # an evaluation, or a forward that is recomputed later
         # One shard, but a split input: the weight is replicated (a down-projection of latent
@@ -208,6 +207,15 @@ class StepObserver:
         # (Without tensor parallelism both axes have size 1.)
         is_replicated = input_is_split and placement.tp.size == 1
         token_axis = self._topology.tp if is_replicated else placement.tp
+        num_rows = input.shape[:-1].numel()
+        num_tokens = num_rows * (token_axis.size if input_is_split else 1)
+        self._sums.count_tokens(placement, num_tokens)
+        forward = self._num_forwards[placement]
+        self._num_forwards[placement] += 1
+        names = self._settings.names
+        is_asked_for = names is None or placement.name in names
+        if not is_asked_for or not self._is_measured(forward):
+            return output
         call = _Call(
             placement=placement,
             weight=weight if callable(weight) else weight.detach,
@@ -219,7 +227,7 @@ class StepObserver:
         )
         with self._measuring():
             forward_scales = self._delayed(delayed_scales)
-            kept = self._keep(call, input.detach())
+            kept = self._keep(call, input.detach(), forward, num_tokens)
 
         def on_backward(grad: Tensor) -> None:
             with self._measuring():
@@ -257,29 +265,35 @@ class StepObserver:
         finally:
             self.seconds += time.perf_counter() - begin
 
-    def _keep(self, call: _Call, input: Tensor) -> _Kept:
-        """Keep what the backward needs of a linear's input; communicates nothing."""
+    def _keep(self, call: _Call, input: Tensor, forward: int, num_tokens: int) -> _Kept:
+        """Keep what the backward needs of a linear's input; communicates nothing.
+
+        Args:
+            call: the forward.
+            input: X of this rank.
+            forward: the number of forwards of the linear before this one.
+            num_tokens: the number of tokens, over all ranks of the tensor axis.
+        """
         x = input.reshape(-1, input.shape[-1])
-        samples = self._draw_samples(call, x.shape[0])
+        samples = self._draw_samples(call.placement, forward, num_tokens)
         return _Kept(samples, self._try(call.placement, partial(self._fill, call, samples, x)))
 
-    def _draw_samples(self, call: _Call, num_rows: int) -> list[Sample]:
+    def _draw_samples(self, placement: Placement, forward: int, num_tokens: int) -> list[Sample]:
         """Return the sampled tokens of a linear's input by sender, without X."""
-        placement = call.placement
-        forward = self._num_forwards[placement]
-        self._num_forwards[placement] += 1
-        num_tokens = num_rows * (call.token_axis.size if call.input_is_split else 1)
-        # Microbatches are numbered over all data ranks in turn: of two, rank 0 has the numbers 0,
-        # 2, 4 .. Rows of an expert have the number of the rank that sent them.
+        # Rows of an expert have the microbatch number of the rank that sent them.
         rows_by_sender = self._rows_by_sender(placement, num_tokens)
         if rows_by_sender is None:
             own = self._topology.data_axis(placement)
+            if not self._is_measured(forward, rank=own.rank, num_ranks=own.size):
+                return []
             # A copy: linears share the draw, and each stores its own X in it.
             return [replace(self._draw(num_tokens, forward * own.size + own.rank))]
         samples = []
+        num_senders = self._topology.data.size
         for sender, rows in rows_by_sender.items():
-            drawn = self._draw(len(rows), forward * self._topology.data.size + sender)
-            samples.append(replace(drawn, rows=rows[drawn.rows]))
+            if self._is_measured(forward, rank=sender, num_ranks=num_senders):
+                drawn = self._draw(len(rows), forward * num_senders + sender)
+                samples.append(replace(drawn, rows=rows[drawn.rows]))
         return samples
 
     def _fill(self, call: _Call, samples: list[Sample], x: Tensor) -> Tensor | None:
@@ -319,6 +333,8 @@ class StepObserver:
             grad: G [tokens, N] of all tokens, or under `output_is_split` of this rank's tokens.
             delayed: the linear's scales [3] of X, W and G if it runs delayed scaling.
         """
+        if not kept.samples:  # only other data ranks measure a microbatch of this forward
+            return
         tensor = self._try(call.placement, call.weight)
         if tensor is None:
             tensor = grad.new_zeros((grad.shape[-1], call.num_inputs))

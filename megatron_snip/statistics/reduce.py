@@ -1,7 +1,8 @@
 """The sums of all ranks become one table of statistics and health, the same on every rank.
 
 The sums are FP64, one row for each linear (`rows.py`), after a row that counts the ranks which
-failed to measure.
+failed to measure. Before each linear's row stands the number of its tokens in the batch: sums over
+the measured microbatches are scaled to all of them by it.
 
 G times `grad_scale` is the gradient of the batch-mean loss (`TrainingStep.grad_scale`).
 """
@@ -59,10 +60,11 @@ def reduce_sums(
     """
     layout = RowLayout(settings.formats)
     names = [linear.name for linear in linears]
-    table = torch.zeros((1 + len(linears), layout.width), dtype=torch.float64)
+    table = torch.zeros((1 + len(linears), 1 + layout.width), dtype=torch.float64)
     # Views of `table`: what is written to them is summed with it.
     num_failed = table[0, :1]
-    rows = table[1:]
+    batch_tokens = table[1:, 0]
+    rows = table[1:, 1:]
     sums = layout.split(rows)
     # Of these, ranks take the maximum and not the sum.
     maxima = torch.zeros((len(linears), len(Operand) + 1))
@@ -70,6 +72,7 @@ def reduce_sums(
     num_experts = maxima[:, -1]
     try:
         _fill(rows, own.rows, names)
+        _fill(batch_tokens, own.batch_tokens, names)
         _fill(sums.norms, norms(), names)
         _fill(amax, own.amax, names)
         for name, expert in own.experts:  # with a row of expert 3, a linear has 4 or more
@@ -94,14 +97,16 @@ def reduce_sums(
         sum_over(expert_rows, control)
 
     named = [dict(zip(layout.columns, row, strict=True)) for row in sums.statistics.tolist()]
-    pairs = list(zip(linears, named, strict=True))
-    # All measured linears see the same tokens; the experts of a layer see each of them `num_active`
-    # times, or less often where tokens are dropped. Linears that were not measured have none.
-    batch_tokens = max((row["tokens"] / info.num_active for info, row in pairs), default=0.0)
-    decoded = [
-        _linear_statistics(info, row, settings.formats, grad_scale, batch_tokens)
-        for info, row in pairs
-    ]
+    counted = list(zip(linears, batch_tokens.tolist(), strict=True))
+    # All linears see the same tokens; the experts of a layer see each of them `num_active` times,
+    # or less often where tokens are dropped. Frozen first layers have none.
+    most_tokens = max((tokens / info.num_active for info, tokens in counted), default=0.0)
+    decoded = []
+    for (info, own_tokens), row in zip(counted, named, strict=True):
+        expansion = own_tokens / row["tokens"] if row["tokens"] else 1.0
+        decoded.append(
+            _linear_statistics(info, row, settings.formats, grad_scale, expansion, most_tokens)
+        )
     statistics = StatisticsTable(settings.iteration, loss, tuple(decoded))
     health = make_health_table(
         statistics,
@@ -125,6 +130,7 @@ def _linear_statistics(
     row: Mapping[str, float],
     formats: Iterable[str],
     grad_scale: float,
+    expansion: float,
     batch_tokens: float,
 ) -> LinearStatistics:
     """Turn sums into the units of `records.py`.
@@ -134,6 +140,7 @@ def _linear_statistics(
         row: sums by the name of the column.
         formats: the formats measured.
         grad_scale: as in `reduce_sums`.
+        expansion: the factor from sums over the measured microbatches to sums over the batch.
         batch_tokens: tokens of the batch, T in the equations.
     """
     microbatches = row["microbatches"] or 1.0  # without microbatches all sums are 0
@@ -141,8 +148,9 @@ def _linear_statistics(
     def scaled(name: str) -> float:
         column = column_of(name)
         value = row[name] * grad_scale**column.grad_power
-        # Each microbatch adds what is measured of W; the mean is reported.
-        return value / microbatches if column.over == "weight" else value
+        if column.over == "weight":  # each measured microbatch adds it; the mean is reported
+            return value / microbatches
+        return value if column.over == "all" else value * expansion
 
     base: dict[str, Any] = {column: scaled(column) for column in BASE_COLUMNS}
     # Without moments the gradient stands for the update.

@@ -1,4 +1,4 @@
-"""The rows of one rank: what samples measured, scaled to all tokens, summed over microbatches."""
+"""The rows of one rank: what samples measured, scaled to all tokens of their microbatches."""
 
 import logging
 from collections.abc import Mapping
@@ -31,12 +31,15 @@ class RankSums:
             zeros: `reduce_sums` fills them in.
         amax: The largest magnitudes of X, W and G, FP32 [3], by the linear's name.
         experts: The row of each expert (`RowLayout.expert_row`), FP64, by linear name and expert.
+        batch_tokens: Number of tokens in all forwards of each linear, FP64, by its name; also of
+            linears and microbatches that are not measured.
         failure: The first error, in one line, or None.
     """
 
     rows: dict[str, Tensor] = field(default_factory=dict)
     amax: dict[str, Tensor] = field(default_factory=dict)
     experts: dict[tuple[str, int], Tensor] = field(default_factory=dict)
+    batch_tokens: dict[str, Tensor] = field(default_factory=dict)
     failure: str | None = None
 
     def record_failure(self, error: Exception, where: str = "") -> None:
@@ -79,6 +82,13 @@ class RowSums:
         self.own = RankSums()
         self._updates_added.clear()
 
+    def count_tokens(self, placement: Placement, num_tokens: int) -> None:
+        """Count the tokens of a forward, measured or not."""
+        if placement.tp.rank == 0:  # one rank adds the row of all shards, and counts for them
+            _add_to(
+                self.own.batch_tokens, placement.name, torch.tensor(num_tokens, dtype=torch.float64)
+            )
+
     def add_amax(self, placement: Placement, amax: Tensor) -> None:
         """Keep the largest magnitudes of X, W and G, FP32 [3]."""
         largest = self.own.amax.get(placement.name, amax)
@@ -109,6 +119,7 @@ class RowSums:
         expansion = {
             **sample.expansions,
             "tiles": sample.expansions["tiles"] * feature_stride,
+            "microbatches": 1.0,
             "weight": share,
             "all": 1.0,
         }

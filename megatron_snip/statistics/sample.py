@@ -1,6 +1,7 @@
 """Which tokens and output features an observed iteration measures; the same in every layout.
 
-Single tokens are drawn at random for fprop; a quarter of them serve dgrad. wgrad is measured on
+Of a batch of many microbatches, the first ones are measured (`is_measured`). In each of these,
+single tokens are drawn at random for fprop; a quarter of them serve dgrad. wgrad is measured on
 complete tiles of consecutive tokens and, of wide linears, on every fourth output feature.
 """
 
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from megatron_snip.formats import Format
 from megatron_snip.quantizers.stochastic import StochasticStream, StreamKey
-from megatron_snip.topology import Axis
+from megatron_snip.topology import Axis, Topology
 
 TOKENS_PER_SAMPLE = 16
 """One of so many tokens of a microbatch is measured."""
@@ -23,6 +24,9 @@ LEAST_TOKENS = 64
 
 MOST_TOKENS = 512
 """Largest number of tokens of a microbatch that are measured."""
+
+MOST_MICROBATCHES = 32
+"""Largest number of microbatches of a batch, over all data ranks, that are measured."""
 
 DGRAD_STRIDE = 4
 """dgrad is measured on one of so many of these tokens: health reports it, and no score uses it."""
@@ -44,7 +48,8 @@ class MeasureSettings:
         iteration: Megatron's iteration, 1-based.
         seed: The seed of the run.
         names: Names of the linears to observe; None observes all.
-        all_tokens: Whether to measure all tokens and not a sample (for benchmarks).
+        all_tokens: Whether to measure all tokens of all microbatches and not a sample (for
+            benchmarks).
     """
 
     formats: Mapping[str, Format]
@@ -104,6 +109,28 @@ class Sample:
     first_feature: int | None
     expansions: Mapping[str, float]
     input: OwnRows | None = None
+
+
+def is_measured(
+    settings: MeasureSettings, topology: Topology, forward: int, rank: int = 0, num_ranks: int = 1
+) -> bool:
+    """Return whether a rank measures a linear's forward: that of a batch's first microbatches.
+
+    Microbatches are numbered over all data ranks in turn: of two, rank 0 has the numbers 0, 2, 4 ..
+    So every layout measures the same ones, and a data rank at most one more than another rank.
+
+    Args:
+        settings: What is observed.
+        topology: This rank's place.
+        forward: Number of earlier forwards of the linear in this iteration.
+        rank: Index of this rank among those that hold the same weight. With the default values of
+            this and the next: whether any of them measures this forward.
+        num_ranks: Number of these ranks.
+    """
+    # The ranks that hold an expert's weight may be fewer than the data ranks, or more. And
+    # context-parallel ranks, which share each microbatch, are data ranks too.
+    number = (forward * num_ranks + rank) * topology.data.size
+    return settings.all_tokens or number < MOST_MICROBATCHES * num_ranks * topology.context
 
 
 def draw_sample(settings: MeasureSettings, num_tokens: int, microbatch: int) -> Sample:

@@ -5,9 +5,11 @@ random rounding), what a refresh measures does not: see megatron_snip/linears/mo
 """
 
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
+from megatron_snip.statistics import sample
 from tests.distributed.agreement import check_agreement
 from tests.distributed.layouts import (
     EP2,
@@ -28,10 +30,16 @@ WORKER = "tests.distributed.test_invariance:refresh_in"
 MODEL = {"num_layers": 4, "seq_length": 256, "global_batch_size": 8, "adam_eps": 1e-4}
 """Enough tokens, and D even enough, that no single element decides a sum."""
 EXPERTS: dict[str, Any] = {"num_experts": 4, "num_layers": 2, "ffn_hidden_size": 256}
-EXPERTS |= {"seq_length": 512, "global_batch_size": 4}
+EXPERTS |= {"seq_length": 512, "global_batch_size": 4, "most_microbatches": 3}
+FIRST: dict[str, Any] = {"most_microbatches": 3}
 SNIP = {"interval": 100, "start_step": 4, "lag": 1, "efficiency_target": 0.6}
 
-REFERENCES: dict[str, dict[str, Any]] = {"plain": {}, "tied": TIED, "experts": EXPERTS}
+REFERENCES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "tied": TIED,
+    "experts": EXPERTS,
+    "first microbatches": FIRST,
+}
 """Models on one rank; the others are compared with that which their name holds, or the first."""
 ONE = {"full recompute": RECOMPUTE, "selective recompute": {"recompute_granularity": "selective"}}
 TWO = {
@@ -40,6 +48,7 @@ TWO = {
     "pp": PP2,
     "vpp": VPP,
     "dp": {},
+    "dp, first microbatches": FIRST,
     "dp distributed optimizer": OVERLAP,
     "tp tied": {**TP2, **TIED},
     "pp tied": {**PP2, **TIED},
@@ -53,18 +62,22 @@ FOUR = {
     "tp sp vpp": {**TP2, **SP, **VPP},
     "vpp dp distributed optimizer": {**VPP, **OVERLAP},
     "tp sp dp distributed optimizer": {**TP2, **SP, **OVERLAP},
+    "vpp dp, first microbatches": {**VPP, **FIRST},
+    "dp of four, first microbatches": FIRST,
     "experts dp ep distributed optimizer": {**EXPERTS, **EP2, **OVERLAP},
     "experts tp dp ep": {**EXPERTS, **TP2, **SP, **EP2},
 }
 STAGES = {"pp": [{0, 1}, {2, 3}], "vpp": [{0, 2}, {1, 3}]}
 """Layers of each pipeline rank."""
-FAST = ["tp sp", "pp", "dp distributed optimizer"]
+FAST = ["tp sp", "pp", "dp distributed optimizer", "dp, first microbatches"]
 
 
 def refresh_in(values: dict[str, Any]) -> dict[str, Any]:
     """On ranks: train 3 steps, measure at the fourth, apply; return what was found."""
     fc1 = "decoder.layers.0.mlp.experts.linear_fc1"
-    with layout({**MODEL, **values}) as trainer:
+    settings = {**MODEL, **values}
+    most = settings.pop("most_microbatches", sample.MOST_MICROBATCHES)
+    with patch.object(sample, "MOST_MICROBATCHES", most), layout(settings) as trainer:
         controller = trainer.run(5, SNIP)
         assert trainer.events.measured, trainer.warnings
         mine = [x.placements[0].expert for x in controller.model.linears if x.name == fc1]
@@ -96,7 +109,12 @@ def check_ranks(results: list[dict[str, Any]], name: str, one_rank: OnRanks) -> 
 def test_the_reference_has_something_to_compare(one_rank: OnRanks) -> None:
     (plain,) = one_rank("plain")
     assert len(plain["statistics"]["linears"]) == 16
-    for row in plain["statistics"]["linears"].values():
+    (first,) = one_rank("first microbatches")
+    for name, row in plain["statistics"]["linears"].items():
+        of_three = first["statistics"]["linears"][name]
+        assert (of_three["microbatches"], of_three["tokens"]) == (8, 8 * 256)
+        assert of_three["input_square"] != row["input_square"]
+        assert of_three["input_square"] == pytest.approx(row["input_square"], rel=0.5)
         assert [key for key, value in row.items() if value == 0 and key != "stage"] == []
         assert row["microbatches"] == 8
         assert row["tokens"] == 8 * 256

@@ -10,15 +10,17 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from megatron_snip.collectives import RemoteFailure
-from megatron_snip.formats import Format
+from megatron_snip.formats import Format, get_format
 from megatron_snip.quantizers.stochastic import ColumnMap, StochasticStream, StreamKey
 from megatron_snip.quantizers.together import GemmOperand, Quantized
 from megatron_snip.statistics import measure
 from megatron_snip.statistics import observer as observer_module
 from megatron_snip.statistics.observer import StepObserver
 from megatron_snip.statistics.sample import (
+    MOST_MICROBATCHES,
     MeasureSettings,
     draw_sample,
+    is_measured,
     rows_of,
     sampled_features,
 )
@@ -62,6 +64,82 @@ def test_a_sample_of_tokens_is_without_bias() -> None:
         mean = wanted.mean()
         assert abs(found.mean() - mean) <= 4 * variance**0.5 + 2e-3 * abs(mean), key
     assert all(row["tokens"] == 2048 for row in samples)
+
+
+def test_the_first_microbatches_stand_for_a_batch_of_many() -> None:
+    """Sums over the others, which have NaN, are estimated; counts are exact."""
+    toy = Toy.make("column", microbatches=MOST_MICROBATCHES + 8, tokens=16)
+    for x in toy.inputs[MOST_MICROBATCHES:]:
+        x.fill_(torch.nan)
+    found = row_of(toy.observed(Topology(), MeasureSettings(FORMATS, STEP, SEED)))
+    alone = replace(toy, inputs=toy.inputs[:MOST_MICROBATCHES])
+    alone.grads = alone.grads[:MOST_MICROBATCHES]
+    of_first = row_of(alone.observed(Topology()))
+    for name, value in found.items():
+        column = name.rpartition(".")[2]
+        expansion = (MOST_MICROBATCHES + 8) / MOST_MICROBATCHES
+        if column in ("weight_square", "weight_error_square", "update_square"):
+            expansion = 1.0
+        elif column in ("fisher", "aligned_fisher"):
+            expansion **= 2  # they have a factor T as well
+        assert value == pytest.approx(expansion * of_first[name], rel=1e-12), name
+    assert (found["microbatches"], found["tokens"]) == (40, 40 * 16)
+
+
+@pytest.mark.parametrize("context", [1, 2])
+@pytest.mark.parametrize("data_ranks", [1, 2, 3, 31, 32, 33, 256])
+def test_every_layout_measures_the_same_microbatches(data_ranks: int, context: int) -> None:
+    settings = MeasureSettings(FORMATS, STEP, SEED)
+    topology = Topology(data=Axis(0, data_ranks * context), context=context)
+    for parts in (1, 2, 4):  # ranks of an expert's weight, for each data rank
+        num_ranks = data_ranks * context * parts
+        measured = [
+            forward * num_ranks + rank
+            for forward in range(40)
+            for rank in range(num_ranks)
+            if is_measured(settings, topology, forward, rank, num_ranks)
+        ]
+        assert measured == list(range(MOST_MICROBATCHES * context * parts))
+    by_any_rank = [is_measured(settings, topology, forward) for forward in range(40)]
+    assert sum(by_any_rank) == -(-MOST_MICROBATCHES // data_ranks)
+
+
+def test_a_rank_whose_microbatch_is_not_measured_only_counts_its_tokens() -> None:
+    delayed = get_format("fp8_delayed")
+    settings = MeasureSettings({"fp8": delayed}, STEP, SEED)
+    observer = StepObserver(settings, Topology(data=Axis(50, 64)), {})
+    place = Placement(NAME, 0, "column", 128, 64)
+    x, w = torch.randn(32, 128), torch.randn(64, 128, requires_grad=True)
+    asked: list[Format] = []
+
+    def delayed_scales(fmt: Format) -> torch.Tensor:
+        asked.append(fmt)
+        return torch.ones(3)
+
+    for _ in range(2):
+        output = torch.nn.functional.linear(x, w)
+        observer.observe(place, x, w, output, delayed_scales=delayed_scales).sum().backward()
+    (row,) = observer.table([place.info], 1.0, None)[0].linears
+    assert (row.microbatches, row.tokens, row.input_square) == (0.0, 0.0, 0.0)
+    # Other ranks measure their first forward, and what gives scales may communicate.
+    assert asked == [delayed, delayed]
+
+
+def test_the_tokens_of_the_batch_are_those_of_linears_that_are_not_measured_as_well() -> None:
+    """An expert that dropped tokens is measured without the dense linear: a part of a refresh."""
+    dense = Placement("decoder.layers.0.self_attention.linear_qkv", 0, "column", 128, 64)
+    expert = Placement("decoder.layers.0.mlp.experts.linear_fc1", 0, "column", 128, 64, expert=0)
+    x, w = torch.randn(96, 128), torch.randn(64, 128, requires_grad=True)
+
+    def fisher(names: frozenset[str] | None) -> float:
+        observer = StepObserver(MeasureSettings(FORMATS, STEP, SEED, names), Topology(), {})
+        for place, rows in ((dense, x), (expert, x[:32])):
+            output = torch.nn.functional.linear(rows, w)
+            observer.observe(place, rows, w, output).sum().backward()
+        table, _ = observer.table([dense.info, expert.info], 1.0, None)
+        return table.linears[1].formats["fp4"].fisher
+
+    assert fisher(frozenset([expert.name])) == fisher(None) > 0
 
 
 def test_errors_of_wgrad_add_as_squares_over_microbatches() -> None:
