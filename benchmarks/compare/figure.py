@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
@@ -77,7 +78,9 @@ def draw(rows: list[dict[str, Any]], estimates: Mapping[str, Estimate], path: Pa
         for variant, (color, marker, line) in STYLES.items()
     ]
     panels[0].legend(handles=handles, frameon=False, fontsize=8)
-    figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
+    # Without a salt and without a date, the same figure would be another file each time.
+    with rc_context({"svg.hashsalt": "megatron-snip"}):
+        figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
 
 
 def _draw_estimate(panel: Axes, estimate: Estimate) -> None:
