@@ -47,8 +47,8 @@ class LinearInfo:
         stage: Pipeline stage that holds it.
         in_features: Number of input features K of the complete linear.
         out_features: Number of output features N of the complete linear.
-        flops_per_token: FLOPs of fprop, dgrad and wgrad for one token: 6 N K (times the experts
-            that see each token).
+        flops_per_token: FLOPs of fprop, dgrad and wgrad for one token: 6 N K, times
+            `calls_per_token`.
     """
 
     name: str
@@ -58,8 +58,8 @@ class LinearInfo:
     flops_per_token: float
 
     @property
-    def num_active(self) -> float:
-        """Experts that see each token; 1 for a dense linear."""
+    def calls_per_token(self) -> float:
+        """How often the linear multiplies each token: in several experts, or in several calls."""
         return self.flops_per_token / (6.0 * self.in_features * self.out_features)
 
 
@@ -78,6 +78,8 @@ class Placement:
         expert: Global index of the expert, or None for a dense linear.
         num_active: Number of experts that see each token (1 for a dense linear). FLOPs count
             that often.
+        num_calls: Number of forwards in each microbatch. It is 1, except for a layer of multi-token
+            prediction that is repeated at every depth. FLOPs count that often.
     """
 
     name: str
@@ -89,11 +91,13 @@ class Placement:
     num_chunks: int = 1
     expert: int | None = None
     num_active: float = 1.0
+    num_calls: int = 1
 
     @property
     def info(self) -> LinearInfo:
         """What is the same on all ranks."""
-        flops = 6.0 * self.in_features * self.out_features * self.num_active
+        passes = self.num_active * self.num_calls
+        flops = 6.0 * self.in_features * self.out_features * passes
         return LinearInfo(self.name, self.stage, self.in_features, self.out_features, flops)
 
     @property

@@ -298,6 +298,7 @@ def _placements(
     tp = topology.expert_tp if is_expert else topology.tp
     if is_replicated(module):
         tp = Axis(rank=tp.rank)  # one shard, which several ranks hold
+    is_repeated = block.split(".")[0] == "mtp" and getattr(config, "mtp_use_repeated_layer", False)
     rows, cols = weights[0].shape
     gated = bool(config.gated_linear_unit) and name.endswith("linear_fc1")
     _warn_of_short_tiles((rows // 2 if gated else rows, cols), name, tp)
@@ -312,6 +313,7 @@ def _placements(
             num_chunks=2 if gated else 1,  # gate and up are sharded separately
             expert=expert,
             num_active=float(config.moe_router_topk) if is_expert else 1.0,
+            num_calls=int(config.mtp_num_layers) if is_repeated else 1,
         )
         for expert in experts
     ]

@@ -37,7 +37,7 @@ class ExpertDispatch:
 
     @contextmanager
     def counting(self) -> Iterator[None]:
-        """All ranks: within, the ranks exchange how many tokens they send to each expert."""
+        """All ranks: within, ranks count how many tokens they send to each expert."""
         with ExitStack() as stack:
             for layer in self._layers.values():
                 stack.callback(layer.router.register_forward_hook(layer.count).remove)
@@ -45,6 +45,8 @@ class ExpertDispatch:
 
     def rows_by_sender(self, placement: Placement, num_rows: int) -> RowsBySender | None:
         """Return the rows of an expert's input by data rank; None if they need no sorting.
+
+        The ranks that exchange tokens call it together for each layer; it waits for the device.
 
         Args:
             placement: any linear.
@@ -65,26 +67,28 @@ class _Layer:
         group: the ranks that exchange tokens.
         arrival: the ranks of the group, in the order of their rows in an expert's input.
         places: (data rank, tensor rank) of each, in that order.
-        counts: rows that each sent to each expert in the last forward, [ranks][experts].
+        sent: rows that this rank sent to each expert in the last forward; None once they are in
+            `counts`.
+        counts: rows that each rank sent to each expert, [ranks][experts].
     """
 
     router: torch.nn.Module
     group: dist.ProcessGroup
     arrival: list[int]
     places: list[tuple[int, int]]
+    sent: torch.Tensor | None = None
     counts: list[list[int]] = field(default_factory=list)
 
     def count(self, module: Any, args: Any, output: Any) -> None:
-        """All ranks of the group: exchange how many rows each sends to each expert."""
-        if not torch.is_grad_enabled():  # a forward that is recomputed later is not observed
-            return
-        sent = output[1].sum(dim=0, dtype=torch.int64).to(torch.cuda.current_device())
-        everyone = sent.new_empty(self.group.size() * sent.numel())
-        dist.all_gather_into_tensor(everyone, sent, group=self.group)
-        self.counts = everyone.view(self.group.size(), -1)[self.arrival].tolist()
+        """Count how many rows this rank sends to each expert."""
+        if torch.is_grad_enabled():  # a forward that is recomputed later is not observed
+            self.sent = output[1].sum(dim=0, dtype=torch.int64).to(torch.cuda.current_device())
 
     def rows_by_sender(self, expert: int, num_rows: int) -> RowsBySender | None:
         """Return an expert's rows by data rank; None if their number is not the router's."""
+        if self.sent is not None:  # the first of the layer's linears to ask in this forward
+            self._exchange(self.sent)
+            self.sent = None
         counts = [sent[expert] for sent in self.counts]
         if sum(counts) != num_rows:  # tokens over an expert's capacity are dropped, rows padded
             return None
@@ -93,6 +97,12 @@ class _Layer:
         for place in sorted(by_place):  # in the order of the sender's sequence
             by_rank.setdefault(place[0], []).append(by_place[place])
         return {rank: torch.cat(parts) for rank, parts in by_rank.items()}
+
+    def _exchange(self, sent: torch.Tensor) -> None:
+        """All ranks of the group: learn how many rows each sent to each expert."""
+        everyone = sent.new_empty(self.group.size() * sent.numel())
+        dist.all_gather_into_tensor(everyone, sent, group=self.group)
+        self.counts = everyone.view(self.group.size(), -1)[self.arrival].tolist()
 
 
 def _layer(moe: Any, topology: Topology) -> _Layer | None:

@@ -6,8 +6,9 @@ For each operand and format an observed iteration adds up, over the sampled toke
 
 `input` and `weight` as fprop quantizes them, `grad_output` as dgrad does, of the tokens that dgrad
 is measured on. Of each operand before quantization it adds up |x|^2 and the elements, and counts
-elements by log2 of their magnitude. Sums are scaled to all tokens and add over shards, microbatches
-and ranks; amax is a maximum. Experts have rows of their own beside their linear's.
+elements by log2 of their magnitude. Sums are scaled to all tokens of the measured microbatches, and
+add over shards, microbatches and ranks; amax is a maximum. Experts have rows of their own beside
+their linear's.
 """
 
 import math

@@ -209,13 +209,15 @@ class StepObserver:
         token_axis = self._topology.tp if is_replicated else placement.tp
         num_rows = input.shape[:-1].numel()
         num_tokens = num_rows * (token_axis.size if input_is_split else 1)
-        self._sums.count_tokens(placement, num_tokens)
         forward = self._num_forwards[placement]
         self._num_forwards[placement] += 1
+        # Rank 0's microbatch of a forward is measured if that of any rank is.
+        num_ranks = self._topology.data_axis(placement).size
+        first = forward // placement.num_calls * num_ranks
         names = self._settings.names
         is_asked_for = names is None or placement.name in names
-        if not is_asked_for or not self._is_measured(forward):
-            return output
+        if not is_asked_for or not self._is_measured(first, num_ranks):
+            return tap(output, lambda grad: self._sums.count(placement, num_tokens))
         call = _Call(
             placement=placement,
             weight=weight if callable(weight) else weight.detach,
@@ -231,6 +233,7 @@ class StepObserver:
 
         def on_backward(grad: Tensor) -> None:
             with self._measuring():
+                self._sums.count(placement, num_tokens)
                 flat = grad.detach().reshape(-1, grad.shape[-1])
                 delayed = self._delayed(delayed_scales)
                 for fmt, scales in forward_scales.items():
@@ -274,26 +277,31 @@ class StepObserver:
             forward: the number of forwards of the linear before this one.
             num_tokens: the number of tokens, over all ranks of the tensor axis.
         """
-        x = input.reshape(-1, input.shape[-1])
         samples = self._draw_samples(call.placement, forward, num_tokens)
+        if not samples:
+            return _Kept([], None)
+        x = input.reshape(-1, input.shape[-1])
         return _Kept(samples, self._try(call.placement, partial(self._fill, call, samples, x)))
 
     def _draw_samples(self, placement: Placement, forward: int, num_tokens: int) -> list[Sample]:
         """Return the sampled tokens of a linear's input by sender, without X."""
-        # Rows of an expert have the microbatch number of the rank that sent them.
+        rows_by_sender: Mapping[int, Tensor | None] | None
         rows_by_sender = self._rows_by_sender(placement, num_tokens)
+        num_ranks = self._topology.data.size
         if rows_by_sender is None:
             own = self._topology.data_axis(placement)
-            if not self._is_measured(forward, rank=own.rank, num_ranks=own.size):
-                return []
-            # A copy: linears share the draw, and each stores its own X in it.
-            return [replace(self._draw(num_tokens, forward * own.size + own.rank))]
+            rows_by_sender = {own.rank: None}  # all rows
+            num_ranks = own.size
         samples = []
-        num_senders = self._topology.data.size
-        for sender, rows in rows_by_sender.items():
-            if self._is_measured(forward, rank=sender, num_ranks=num_senders):
-                drawn = self._draw(len(rows), forward * num_senders + sender)
-                samples.append(replace(drawn, rows=rows[drawn.rows]))
+        turn, call = divmod(forward, placement.num_calls)
+        for rank, rows in rows_by_sender.items():
+            microbatch = turn * num_ranks + rank
+            if not self._is_measured(microbatch, num_ranks):
+                continue
+            index = microbatch * placement.num_calls + call
+            drawn = self._draw(num_tokens if rows is None else len(rows), index)
+            # A copy: linears share the draw, and each stores its own X in it.
+            samples.append(replace(drawn, rows=drawn.rows if rows is None else rows[drawn.rows]))
         return samples
 
     def _fill(self, call: _Call, samples: list[Sample], x: Tensor) -> Tensor | None:
@@ -333,7 +341,7 @@ class StepObserver:
             grad: G [tokens, N] of all tokens, or under `output_is_split` of this rank's tokens.
             delayed: the linear's scales [3] of X, W and G if it runs delayed scaling.
         """
-        if not kept.samples:  # only other data ranks measure a microbatch of this forward
+        if not kept.samples:  # other data ranks measure their microbatches, this one does not
             return
         tensor = self._try(call.placement, call.weight)
         if tensor is None:
@@ -351,7 +359,7 @@ class StepObserver:
         placement = call.placement
         settings = self._settings
         x, g = self._sampled_rows(call, sample, weight.source, grad)
-        stream = grad_output_stream(settings.seed, placement, settings.iteration, sample.microbatch)
+        stream = grad_output_stream(settings.seed, placement, settings.iteration, sample.index)
         features = self._try(
             placement, partial(sampled_features, stream, grad.shape[1], sample.first_feature)
         )

@@ -22,7 +22,7 @@ Version 1 had other columns.
 """
 
 
-Over = Literal["tokens", "dgrad", "tiles", "microbatches", "weight", "all"]
+Over = Literal["tokens", "dgrad", "tiles", "weight", "all"]
 """What the sum of a measured field runs over; see `Column`."""
 
 
@@ -32,8 +32,8 @@ class Column(NamedTuple):
     Attributes:
         over: What the sum runs over. `tokens`: single sampled tokens. `dgrad`: those of them on
             which dgrad is measured. `tiles`: sampled tiles of consecutive tokens, for sampled
-            output features. `microbatches`: all tokens of the measured microbatches. `weight`:
-            these microbatches, and their mean is reported. `all`: everything, not a sample.
+            output features. `weight`: measured microbatches, and their mean is reported. `all`:
+            everything, not a sample.
         grad_power: The power of G with which the sum grows.
     """
 
@@ -84,7 +84,7 @@ class LinearStatistics(LinearInfo):
     Attributes:
         microbatches: Number of microbatches of the batch, over all data ranks; 0 if none was
             measured. Experts count each microbatch once for every expert.
-        tokens: Number of tokens in these microbatches.
+        tokens: Number of tokens of the batch that the linear multiplied; 0 if none was measured.
         input_square: The sum of |X|^2.
         weight_square: |W|^2; the mean over experts.
         output_square: The sum of |Y|^2, without bias.
@@ -95,8 +95,8 @@ class LinearStatistics(LinearInfo):
         formats: The errors in each format, by the format's name.
     """
 
-    microbatches: float = _column("microbatches")
-    tokens: float = _column("microbatches")
+    microbatches: float = _column("all")
+    tokens: float = _column("all")
     input_square: float = _column()
     weight_square: float = _column("weight")
     output_square: float = _column()

@@ -1,14 +1,14 @@
 """The sums of all ranks become one table of statistics and health, the same on every rank.
 
 The sums are FP64, one row for each linear (`rows.py`), after a row that counts the ranks which
-failed to measure. Before each linear's row stands the number of its tokens in the batch: sums over
-the measured microbatches are scaled to all of them by it.
+failed to measure. They are sums over the measured microbatches. The numbers of microbatches and of
+tokens in the batch stand before them in each row: statistics are scaled to all tokens of the batch.
 
 G times `grad_scale` is the gradient of the batch-mean loss (`TrainingStep.grad_scale`).
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -33,6 +33,18 @@ from megatron_snip.topology import LinearInfo
 from megatron_snip.types import Operand
 
 K = TypeVar("K")
+
+
+class BatchCounts(NamedTuple):
+    """What a linear multiplied in the batch, measured or not; over all ranks.
+
+    Attributes:
+        microbatches: Number of microbatches; experts count each once for every expert.
+        tokens: Number of tokens.
+    """
+
+    microbatches: float
+    tokens: float
 
 
 def reduce_sums(
@@ -60,11 +72,13 @@ def reduce_sums(
     """
     layout = RowLayout(settings.formats)
     names = [linear.name for linear in linears]
-    table = torch.zeros((1 + len(linears), 1 + layout.width), dtype=torch.float64)
+    num_counts = len(BatchCounts._fields)
+    width = num_counts + layout.width
+    table = torch.zeros((1 + len(linears), width), dtype=torch.float64)
     # Views of `table`: what is written to them is summed with it.
     num_failed = table[0, :1]
-    batch_tokens = table[1:, 0]
-    rows = table[1:, 1:]
+    batch = table[1:, :num_counts]
+    rows = table[1:, num_counts:]
     sums = layout.split(rows)
     # Of these, ranks take the maximum and not the sum.
     maxima = torch.zeros((len(linears), len(Operand) + 1))
@@ -72,7 +86,7 @@ def reduce_sums(
     num_experts = maxima[:, -1]
     try:
         _fill(rows, own.rows, names)
-        _fill(batch_tokens, own.batch_tokens, names)
+        _fill(batch, own.counts, names)
         _fill(sums.norms, norms(), names)
         _fill(amax, own.amax, names)
         for name, expert in own.experts:  # with a row of expert 3, a linear has 4 or more
@@ -97,15 +111,22 @@ def reduce_sums(
         sum_over(expert_rows, control)
 
     named = [dict(zip(layout.columns, row, strict=True)) for row in sums.statistics.tolist()]
-    counted = list(zip(linears, batch_tokens.tolist(), strict=True))
-    # All linears see the same tokens; the experts of a layer see each of them `num_active` times,
-    # or less often where tokens are dropped. Frozen first layers have none.
-    most_tokens = max((tokens / info.num_active for info, tokens in counted), default=0.0)
+    in_batch = [BatchCounts(*numbers) for numbers in batch.tolist()]
+    # T. The experts of a layer multiply each token several times, or less often where tokens are
+    # dropped. Linears that no backward reaches have none.
+    pairs = zip(linears, in_batch, strict=True)
+    batch_tokens = max((total.tokens / info.calls_per_token for info, total in pairs), default=0.0)
     decoded = []
-    for (info, own_tokens), row in zip(counted, named, strict=True):
-        expansion = own_tokens / row["tokens"] if row["tokens"] else 1.0
+    for info, row, total in zip(linears, named, in_batch, strict=True):
         decoded.append(
-            _linear_statistics(info, row, settings.formats, grad_scale, expansion, most_tokens)
+            _linear_statistics(
+                info,
+                row,
+                total,
+                formats=settings.formats,
+                grad_scale=grad_scale,
+                batch_tokens=batch_tokens,
+            )
         )
     statistics = StatisticsTable(settings.iteration, loss, tuple(decoded))
     health = make_health_table(
@@ -128,9 +149,10 @@ def _fill(table: Tensor, rows: Mapping[K, Tensor], keys: Sequence[K]) -> None:
 def _linear_statistics(
     info: LinearInfo,
     row: Mapping[str, float],
+    counts: BatchCounts,
+    *,
     formats: Iterable[str],
     grad_scale: float,
-    expansion: float,
     batch_tokens: float,
 ) -> LinearStatistics:
     """Turn sums into the units of `records.py`.
@@ -138,21 +160,24 @@ def _linear_statistics(
     Args:
         info: the linear.
         row: sums by the name of the column.
+        counts: what the linear multiplied in the batch.
         formats: the formats measured.
         grad_scale: as in `reduce_sums`.
-        expansion: the factor from sums over the measured microbatches to sums over the batch.
         batch_tokens: tokens of the batch, T in the equations.
     """
-    microbatches = row["microbatches"] or 1.0  # without microbatches all sums are 0
+    measured = row["microbatches"] or 1.0  # without measured microbatches all sums are 0
+    expansion = counts.tokens / row["tokens"] if row["tokens"] else 1.0
 
     def scaled(name: str) -> float:
         column = column_of(name)
         value = row[name] * grad_scale**column.grad_power
         if column.over == "weight":  # each measured microbatch adds it; the mean is reported
-            return value / microbatches
+            return value / measured
         return value if column.over == "all" else value * expansion
 
     base: dict[str, Any] = {column: scaled(column) for column in BASE_COLUMNS}
+    if row["microbatches"]:
+        base |= counts._asdict()
     # Without moments the gradient stands for the update.
     update_square = base["update_square"] or base["wgrad_square"] or 1.0
     by_format = {}

@@ -31,15 +31,14 @@ class RankSums:
             zeros: `reduce_sums` fills them in.
         amax: The largest magnitudes of X, W and G, FP32 [3], by the linear's name.
         experts: The row of each expert (`RowLayout.expert_row`), FP64, by linear name and expert.
-        batch_tokens: Number of tokens in all forwards of each linear, FP64, by its name; also of
-            linears and microbatches that are not measured.
+        counts: `BatchCounts` of each linear, FP64 [2], by its name.
         failure: The first error, in one line, or None.
     """
 
     rows: dict[str, Tensor] = field(default_factory=dict)
     amax: dict[str, Tensor] = field(default_factory=dict)
     experts: dict[tuple[str, int], Tensor] = field(default_factory=dict)
-    batch_tokens: dict[str, Tensor] = field(default_factory=dict)
+    counts: dict[str, Tensor] = field(default_factory=dict)
     failure: str | None = None
 
     def record_failure(self, error: Exception, where: str = "") -> None:
@@ -82,12 +81,17 @@ class RowSums:
         self.own = RankSums()
         self._updates_added.clear()
 
-    def count_tokens(self, placement: Placement, num_tokens: int) -> None:
-        """Count the tokens of a forward, measured or not."""
-        if placement.tp.rank == 0:  # one rank adds the row of all shards, and counts for them
-            _add_to(
-                self.own.batch_tokens, placement.name, torch.tensor(num_tokens, dtype=torch.float64)
-            )
+    def count(self, placement: Placement, num_tokens: int) -> None:
+        """Count a backward of a linear in the batch, whether it is measured or not."""
+        if placement.tp.rank != 0:  # one rank adds the row of all shards, and counts for them
+            return
+        # The data ranks' microbatches are spread over the ranks that hold the weight: with expert
+        # parallelism there are fewer of these. Context-parallel ranks share a microbatch.
+        topology = self._topology
+        num_ranks = topology.data_axis(placement).size * topology.context
+        microbatches = topology.data.size / num_ranks / placement.num_calls
+        counted = torch.tensor([microbatches, num_tokens], dtype=torch.float64)
+        _add_to(self.own.counts, placement.name, counted)
 
     def add_amax(self, placement: Placement, amax: Tensor) -> None:
         """Keep the largest magnitudes of X, W and G, FP32 [3]."""
@@ -119,7 +123,6 @@ class RowSums:
         expansion = {
             **sample.expansions,
             "tiles": sample.expansions["tiles"] * feature_stride,
-            "microbatches": 1.0,
             "weight": share,
             "all": 1.0,
         }

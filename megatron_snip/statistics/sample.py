@@ -87,7 +87,8 @@ class Sample:
     """Sampled tokens of one microbatch, stored in the forward for the backward.
 
     Attributes:
-        microbatch: Global index of the microbatch within the iteration.
+        index: Index of the microbatch within the iteration, over all ranks; where a linear is
+            called several times in a microbatch, index of the call.
         num_tokens: Number of tokens of the microbatch, over all ranks of the tensor axis.
         rows: Indices of S single tokens, then of the R tokens of complete tiles, int64 [S + R].
             Where all tokens are measured, S = R = num_tokens: `rows` has each token once.
@@ -100,7 +101,7 @@ class Sample:
         input: X of the sample's rows that this rank holds.
     """
 
-    microbatch: int
+    index: int
     num_tokens: int
     rows: Tensor
     single: slice
@@ -112,28 +113,28 @@ class Sample:
 
 
 def is_measured(
-    settings: MeasureSettings, topology: Topology, forward: int, rank: int = 0, num_ranks: int = 1
+    settings: MeasureSettings, topology: Topology, microbatch: int, num_ranks: int
 ) -> bool:
-    """Return whether a rank measures a linear's forward: that of a batch's first microbatches.
+    """Return whether a microbatch is measured: whether it is one of the first of a batch.
 
-    Microbatches are numbered over all data ranks in turn: of two, rank 0 has the numbers 0, 2, 4 ..
-    So every layout measures the same ones, and a data rank at most one more than another rank.
+    Every layout measures the same ones, and a rank at most one more than another rank.
 
     Args:
         settings: What is observed.
         topology: This rank's place.
-        forward: Number of earlier forwards of the linear in this iteration.
-        rank: Index of this rank among those that hold the same weight. With the default values of
-            this and the next: whether any of them measures this forward.
-        num_ranks: Number of these ranks.
+        microbatch: Its index. Microbatches are numbered over the ranks that hold the same weight in
+            turn: of two, rank 0 has 0, 2, 4 ..
+        num_ranks: Number of these ranks. Those of an expert's weight may be fewer than the data
+            ranks, or more.
     """
-    # The ranks that hold an expert's weight may be fewer than the data ranks, or more. And
-    # context-parallel ranks, which share each microbatch, are data ranks too.
-    number = (forward * num_ranks + rank) * topology.data.size
-    return settings.all_tokens or number < MOST_MICROBATCHES * num_ranks * topology.context
+    if settings.all_tokens:
+        return True
+    # In other words: microbatch / num_ranks < MOST_MICROBATCHES * context / data.size. Ranks that
+    # share each microbatch (context) are data ranks too.
+    return microbatch * topology.data.size < MOST_MICROBATCHES * topology.context * num_ranks
 
 
-def draw_sample(settings: MeasureSettings, num_tokens: int, microbatch: int) -> Sample:
+def draw_sample(settings: MeasureSettings, num_tokens: int, index: int) -> Sample:
     """Return the sample of a microbatch, without X; its rows are of all ranks' tokens together.
 
     A microbatch whose tokens the rounded-up sample covers is measured completely.
@@ -141,7 +142,7 @@ def draw_sample(settings: MeasureSettings, num_tokens: int, microbatch: int) -> 
     Args:
         settings: What is observed; its seed and iteration decide which tokens are drawn.
         num_tokens: Number of tokens of the microbatch, over all ranks of the tensor axis.
-        microbatch: Global index of the microbatch within the iteration.
+        index: `Sample.index`.
     """
     tile = max((fmt.tile for fmt in settings.formats.values()), default=1)
     wanted = min(max(num_tokens // TOKENS_PER_SAMPLE, LEAST_TOKENS), MOST_TOKENS)
@@ -153,7 +154,7 @@ def draw_sample(settings: MeasureSettings, num_tokens: int, microbatch: int) -> 
     first_feature = None
     expansions = {"tokens": 1.0, "dgrad": 1.0, "tiles": 1.0}
     if not settings.all_tokens and num_chosen < num_tiles:
-        word = StreamKey(settings.seed, "sampled tokens", settings.iteration, microbatch).word
+        word = StreamKey(settings.seed, "sampled tokens", settings.iteration, index).word
         generator = torch.Generator().manual_seed(word >> 1)  # a seed has 63 bits
         drawn = torch.randperm(num_tokens, generator=generator)[:wanted]
         chosen = torch.randperm(num_tiles, generator=generator)[:num_chosen].sort().values
@@ -163,15 +164,13 @@ def draw_sample(settings: MeasureSettings, num_tokens: int, microbatch: int) -> 
         of_dgrad = slice(wanted // DGRAD_STRIDE)
         in_tiles = slice(wanted, None)
         key = StreamKey(settings.seed, "sampled features", settings.iteration, 0)
-        first_feature = (key.word + microbatch) % FEATURE_STRIDE  # four microbatches cover all
+        first_feature = (key.word + index) % FEATURE_STRIDE  # four microbatches cover all
         expansions = {
             "tokens": num_tokens / wanted,
             "dgrad": num_tokens / (wanted // DGRAD_STRIDE),
             "tiles": num_tiles / num_chosen,
         }
-    return Sample(
-        microbatch, num_tokens, rows, single, of_dgrad, in_tiles, first_feature, expansions
-    )
+    return Sample(index, num_tokens, rows, single, of_dgrad, in_tiles, first_feature, expansions)
 
 
 def sampled_features(stream: StochasticStream, cols: int, first: int | None) -> slice:

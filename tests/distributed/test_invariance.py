@@ -109,12 +109,12 @@ def check_ranks(results: list[dict[str, Any]], name: str, one_rank: OnRanks) -> 
 def test_the_reference_has_something_to_compare(one_rank: OnRanks) -> None:
     (plain,) = one_rank("plain")
     assert len(plain["statistics"]["linears"]) == 16
-    (first,) = one_rank("first microbatches")
+    (estimated,) = one_rank("first microbatches")
     for name, row in plain["statistics"]["linears"].items():
-        of_three = first["statistics"]["linears"][name]
-        assert (of_three["microbatches"], of_three["tokens"]) == (8, 8 * 256)
-        assert of_three["input_square"] != row["input_square"]
-        assert of_three["input_square"] == pytest.approx(row["input_square"], rel=0.5)
+        estimate = estimated["statistics"]["linears"][name]
+        assert (estimate["microbatches"], estimate["tokens"]) == (8, 8 * 256)
+        assert estimate["input_square"] != row["input_square"]
+        assert estimate["input_square"] == pytest.approx(row["input_square"], rel=0.5)
         assert [key for key, value in row.items() if value == 0 and key != "stage"] == []
         assert row["microbatches"] == 8
         assert row["tokens"] == 8 * 256

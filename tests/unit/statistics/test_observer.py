@@ -67,7 +67,7 @@ def test_a_sample_of_tokens_is_without_bias() -> None:
 
 
 def test_the_first_microbatches_stand_for_a_batch_of_many() -> None:
-    """Sums over the others, which have NaN, are estimated; counts are exact."""
+    """Sums over the others, which have NaN, are estimated; numbers of microbatches are not."""
     toy = Toy.make("column", microbatches=MOST_MICROBATCHES + 8, tokens=16)
     for x in toy.inputs[MOST_MICROBATCHES:]:
         x.fill_(torch.nan)
@@ -94,14 +94,62 @@ def test_every_layout_measures_the_same_microbatches(data_ranks: int, context: i
     for parts in (1, 2, 4):  # ranks of an expert's weight, for each data rank
         num_ranks = data_ranks * context * parts
         measured = [
-            forward * num_ranks + rank
-            for forward in range(40)
-            for rank in range(num_ranks)
-            if is_measured(settings, topology, forward, rank, num_ranks)
+            microbatch
+            for microbatch in range(40 * num_ranks)
+            if is_measured(settings, topology, microbatch, num_ranks)
         ]
         assert measured == list(range(MOST_MICROBATCHES * context * parts))
-    by_any_rank = [is_measured(settings, topology, forward) for forward in range(40)]
-    assert sum(by_any_rank) == -(-MOST_MICROBATCHES // data_ranks)
+
+
+@pytest.mark.parametrize("data_ranks", [1, 2, 3, 16, 32, 64])
+def test_of_a_repeated_layer_complete_microbatches_are_measured(data_ranks: int) -> None:
+    """Two calls in each microbatch, as of multi-token prediction; X of the second is larger."""
+    settings = MeasureSettings({"fp8": FORMATS["fp8"]}, STEP, SEED)
+    place = Placement("mtp.layers.0.mlp.linear_fc1", 0, "column", 128, 64, num_calls=2)
+    x, w = torch.ones(8, 128), torch.ones(64, 128, requires_grad=True)
+    num_measuring = 0
+    for rank in range(data_ranks):
+        observer = StepObserver(settings, Topology(data=Axis(rank, data_ranks)), {})
+        for _ in range(192 // data_ranks):
+            for size in (1.0, 3.0):
+                output = torch.nn.functional.linear(size * x, w)
+                observer.observe(place, size * x, w, output).sum().backward()
+        (row,) = observer.table([place.info], 1.0, None)[0].linears
+        if row.microbatches:
+            assert (row.microbatches, row.tokens) == (192 / data_ranks, 192 / data_ranks * 16)
+            assert row.input_square == pytest.approx(row.tokens * 128 * 5)  # (1 + 9) / 2
+            num_measuring += 1
+    assert num_measuring == min(data_ranks, MOST_MICROBATCHES)
+
+
+def test_microbatches_of_any_length_count_once() -> None:
+    toy = Toy.make("column", microbatches=MOST_MICROBATCHES + 8, tokens=64)
+    for i in range(MOST_MICROBATCHES, MOST_MICROBATCHES + 8):
+        toy.inputs[i] = toy.inputs[i].repeat(10, 1)
+        toy.grads[i] = toy.grads[i].repeat(10, 1)
+    row = row_of(toy.observed(Topology(), MeasureSettings(FORMATS, STEP, SEED)))
+    assert (row["microbatches"], row["tokens"]) == (40, 64 * (32 + 80))
+
+
+@pytest.mark.parametrize("names", [None, frozenset()])
+def test_a_forward_counts_if_a_backward_reaches_it(names: frozenset[str] | None) -> None:
+    """A checkpoint without reentrant autograd runs two forwards with gradients, one backward."""
+    settings = MeasureSettings(FORMATS, STEP, SEED, names)
+    observer = StepObserver(settings, Topology(), {})
+    x, w = torch.randn(64, 128), torch.randn(32, 128, requires_grad=True)
+    wanted = 0.0
+    for _ in range(2):
+        output = checkpoint(linear_with_tap, observer, x, w, use_reentrant=False)
+        output.sum().backward()
+        wanted += float(x.square().sum())
+    linear_with_tap(observer, x, w)  # nothing depends on it
+    info = Placement(NAME, 0, "column", 128, 32).info
+    (row,) = observer.table([info], 1.0, None)[0].linears
+    if names is None:
+        assert (row.microbatches, row.tokens) == (2, 128)
+        assert row.input_square == pytest.approx(wanted)
+    else:
+        assert (row.microbatches, row.tokens, row.input_square) == (0, 0, 0)
 
 
 def test_a_rank_whose_microbatch_is_not_measured_only_counts_its_tokens() -> None:
