@@ -61,6 +61,7 @@ TE = ["--transformer-impl", "transformer_engine"]
 MAMBA = ["--mamba-num-groups", "2", "--mamba-state-dim", "16", "--mamba-head-dim", "32"]
 LATENT = ["--multi-latent-attention", "--q-lora-rank", "64", "--kv-lora-rank", "64"]
 LATENT += ["--v-head-dim", "32", "--qk-head-dim", "32", "--qk-pos-emb-head-dim", "32"]
+MTP = ["--position-embedding-type", "rope"]
 WITH_TE = {
     "te": (1, TE),
     "te dp2": (2, [*TE, *OVERLAP]),
@@ -80,7 +81,8 @@ WITH_TE = {
         ],
     ),
     "hybrid-pp2": (2, [*LAYOUTS["pp2"][1], *TE, *MAMBA, "--hybrid-layer-pattern", "M*|-M"]),
-    "mtp": (2, [*LAYOUTS["pp2"][1], "--mtp-num-layers", "1", "--position-embedding-type", "rope"]),
+    "mtp": (2, [*LAYOUTS["pp2"][1], *MTP, "--mtp-num-layers", "1"]),
+    "mtp-repeated": (1, [*MTP, "--mtp-num-layers", "2", "--mtp-use-repeated-layer"]),
     "latent": (2, [*LAYOUTS["tp2"][1], *TE, *LATENT]),
 }
 """Layouts and models on Transformer Engine, or with the stand-ins of `tests/stand_ins`."""

@@ -28,6 +28,7 @@ LINEARS = {
     "hybrid": HYBRID,
     "hybrid-pp2": HYBRID,
     "mtp": DENSE + [f"mtp.layers.0.mtp_model_layer.{name}" for name in ATTENTION + MLP],
+    "mtp-repeated": DENSE + [f"mtp.layers.0.mtp_model_layer.{name}" for name in ATTENTION + MLP],
     "latent": [
         f"decoder.layers.{i}.{name}"
         for i in range(4)
@@ -49,6 +50,16 @@ def test_all_linears_are_planned_and_measuring_changes_no_bit(te_lab: Lab, layou
     plan = json.loads((run.output / "plans" / "3.json").read_text())["linears"]
     assert list(plan) == LINEARS[layout]
     assert {gemms["fprop"] for gemms in plan.values()} == {"fp4", "fp8"}
+
+
+def test_a_repeated_layer_of_multi_token_prediction_counts_at_every_depth(te_lab: Lab) -> None:
+    run = te_lab.run("mtp-repeated", SNIP)
+    linears = json.loads((run.output / "divergences" / "3.json").read_text())["linears"]
+    for linear in linears:
+        depths = 2 if linear["name"].startswith("mtp.") else 1
+        row = linear["statistics"]
+        assert row["flops_per_token"] == depths * 6 * row["in_features"] * row["out_features"]
+        assert (row["microbatches"], row["tokens"]) == (4, depths * 256)
 
 
 @pytest.mark.parametrize("layout", ["hybrid", "hybrid-aligned", "latent"])

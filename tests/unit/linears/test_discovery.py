@@ -115,6 +115,19 @@ def test_experts_share_a_row(make_model: MakeModel) -> None:
     assert fc2.flops_per_token == 2 * 6 * fc2.in_features * fc2.out_features
 
 
+def test_a_repeated_layer_of_multi_token_prediction_counts_once_for_each_depth(
+    make_model: MakeModel,
+) -> None:
+    blocks = torch.nn.ModuleDict({block: make_model().decoder for block in ("decoder", "mtp")})
+    for block in blocks.values():
+        block.config.mtp_use_repeated_layer = True
+        block.config.mtp_num_layers = 3
+    for _, (place,) in find_linears([blocks], Topology()):
+        calls = 3 if place.name.startswith("mtp.") else 1
+        assert (place.num_calls, place.info.calls_per_token) == (calls, calls)
+        assert place.info.flops_per_token == calls * 6 * place.in_features * place.out_features
+
+
 def test_rows_follow_the_data_s_flow(make_model: MakeModel) -> None:
     placements = [p for _, (p,) in find_linears([make_model()], Topology())]
     wanted = [f"decoder.layers.{i}.{name}" for i in range(2) for name in IN_LAYER]
