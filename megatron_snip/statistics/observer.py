@@ -12,8 +12,8 @@ gradient of its own tokens (`output_is_split`), and the ranks exchange the sampl
 
 Ranks of a tensor axis exchange their sums within the backward, all in the same order. A rank that
 fails to measure contributes zeros, and `table` raises on all ranks. Nothing waits for the device
-before `table`, except in MoE layers: there ranks exchange how many tokens each expert gets
-(linears/moe_dispatch.py).
+before `table`, except in MoE layers that are measured: there ranks exchange how many tokens each
+expert gets (linears/moe_dispatch.py).
 
 An expert's rows come from several data ranks, its senders. The rows of each sender are a microbatch
 of their own, sampled as if the expert were on the sender's rank, without expert parallelism. Only
@@ -80,6 +80,8 @@ class _Call:
 
     Attributes:
         placement: the linear.
+        forward: the number of its forwards in this iteration before this one.
+        num_tokens: the number of tokens, over all ranks of the tensor axis.
         weight: returns W [N, K] of this shard; it is called while the linear is measured.
         num_inputs: the number K of input features.
         token_axis: the ranks over which the tokens are split, if `input_is_split` or
@@ -90,6 +92,8 @@ class _Call:
     """
 
     placement: Placement
+    forward: int
+    num_tokens: int
     weight: Callable[[], Tensor]
     num_inputs: int
     token_axis: Axis
@@ -208,18 +212,10 @@ class StepObserver:
         is_replicated = input_is_split and placement.tp.size == 1
         token_axis = self._topology.tp if is_replicated else placement.tp
         num_rows = input.shape[:-1].numel()
-        num_tokens = num_rows * (token_axis.size if input_is_split else 1)
-        forward = self._num_forwards[placement]
-        self._num_forwards[placement] += 1
-        # Rank 0's microbatch of a forward is measured if that of any rank is.
-        num_ranks = self._topology.data_axis(placement).size
-        first = forward // placement.num_calls * num_ranks
-        names = self._settings.names
-        is_asked_for = names is None or placement.name in names
-        if not is_asked_for or not self._is_measured(first, num_ranks):
-            return tap(output, lambda grad: self._sums.count(placement, num_tokens))
         call = _Call(
             placement=placement,
+            forward=self._num_forwards[placement],
+            num_tokens=num_rows * (token_axis.size if input_is_split else 1),
             weight=weight if callable(weight) else weight.detach,
             num_inputs=input.shape[-1],
             token_axis=token_axis,
@@ -227,13 +223,16 @@ class StepObserver:
             output_is_split=output_is_split,
             prepare_input=prepare_input,
         )
+        self._num_forwards[placement] += 1
+        if not self._is_measured_on_any_rank(call):
+            return tap(output, lambda grad: self._sums.count(placement, call.num_tokens))
         with self._measuring():
             forward_scales = self._delayed(delayed_scales)
-            kept = self._keep(call, input.detach(), forward, num_tokens)
+            kept = self._keep(call, input.detach())
 
         def on_backward(grad: Tensor) -> None:
             with self._measuring():
-                self._sums.count(placement, num_tokens)
+                self._sums.count(placement, call.num_tokens)
                 flat = grad.detach().reshape(-1, grad.shape[-1])
                 delayed = self._delayed(delayed_scales)
                 for fmt, scales in forward_scales.items():
@@ -268,38 +267,46 @@ class StepObserver:
         finally:
             self.seconds += time.perf_counter() - begin
 
-    def _keep(self, call: _Call, input: Tensor, forward: int, num_tokens: int) -> _Kept:
-        """Keep what the backward needs of a linear's input; communicates nothing.
+    def _is_measured_on_any_rank(self, call: _Call) -> bool:
+        """Return whether any data rank measures this forward of a linear."""
+        names = self._settings.names
+        if names is not None and call.placement.name not in names:
+            return False
+        # If a rank measures its microbatch, so does rank 0.
+        num_ranks = self._topology.data_axis(call.placement).size
+        of_rank_0 = call.forward // call.placement.num_calls * num_ranks
+        return self._is_measured(of_rank_0, num_ranks)
 
-        Args:
-            call: the forward.
-            input: X of this rank.
-            forward: the number of forwards of the linear before this one.
-            num_tokens: the number of tokens, over all ranks of the tensor axis.
-        """
-        samples = self._draw_samples(call.placement, forward, num_tokens)
+    def _keep(self, call: _Call, input: Tensor) -> _Kept:
+        """Keep what the backward needs of a linear's input."""
+        samples = self._draw_samples(call)
         if not samples:
             return _Kept([], None)
         x = input.reshape(-1, input.shape[-1])
         return _Kept(samples, self._try(call.placement, partial(self._fill, call, samples, x)))
 
-    def _draw_samples(self, placement: Placement, forward: int, num_tokens: int) -> list[Sample]:
-        """Return the sampled tokens of a linear's input by sender, without X."""
-        rows_by_sender: Mapping[int, Tensor | None] | None
-        rows_by_sender = self._rows_by_sender(placement, num_tokens)
+    def _draw_samples(self, call: _Call) -> list[Sample]:
+        """Return the sampled tokens of a linear's input by sender, without X.
+
+        In MoE layers the ranks that exchange tokens call it together, and wait for the device.
+        """
+        placement = call.placement
         num_ranks = self._topology.data.size
+        rows_by_sender: Mapping[int, Tensor | None] | None
+        rows_by_sender = self._rows_by_sender(placement, call.num_tokens)
         if rows_by_sender is None:
             own = self._topology.data_axis(placement)
-            rows_by_sender = {own.rank: None}  # all rows
             num_ranks = own.size
+            rows_by_sender = {own.rank: None}  # all rows
         samples = []
-        turn, call = divmod(forward, placement.num_calls)
+        # This is the nth microbatch of each rank; a repeated layer is called again in it.
+        nth, repetition = divmod(call.forward, placement.num_calls)
         for rank, rows in rows_by_sender.items():
-            microbatch = turn * num_ranks + rank
+            microbatch = nth * num_ranks + rank
             if not self._is_measured(microbatch, num_ranks):
                 continue
-            index = microbatch * placement.num_calls + call
-            drawn = self._draw(num_tokens if rows is None else len(rows), index)
+            num_tokens = call.num_tokens if rows is None else len(rows)
+            drawn = self._draw(num_tokens, microbatch * placement.num_calls + repetition)
             # A copy: linears share the draw, and each stores its own X in it.
             samples.append(replace(drawn, rows=drawn.rows if rows is None else rows[drawn.rows]))
         return samples
