@@ -275,7 +275,7 @@ class SnipConfig(ScheduleFields, MeasureFields, PlanFields, GuardFields, ReportF
                 field="heal_order",
             )
         # `bottleneck` keeps the slowest stage low also at the 0 that healing ends with.
-        if self.pipeline_balance == "bottleneck" and self.has_schedule:
+        if self.pipeline_balance == "bottleneck" and self.target_changes:
             raise UsageError(
                 "'bottleneck' keeps the slowest stage in the lowest precision at every target; "
                 "drop it, or the target schedule and healing",
@@ -314,7 +314,7 @@ class SnipConfig(ScheduleFields, MeasureFields, PlanFields, GuardFields, ReportF
 
     @property
     def iterations_per_refresh(self) -> int:
-        """Number of iterations that one refresh measures, each of them a part of the linears."""
+        """Number of iterations of a refresh; each of them measures a part of the linears."""
         return math.ceil(1 / self.measure_fraction - 1e-9)  # 1 / 0.1 may be above 10
 
     @property
@@ -331,7 +331,7 @@ class SnipConfig(ScheduleFields, MeasureFields, PlanFields, GuardFields, ReportF
     @property
     @naming_field("formats")
     def named_formats(self) -> tuple[str, ...]:
-        """The formats in `format_entries`."""
+        """The single formats of `format_entries`: `fp8-fp4-fp4` has fp8 and fp4."""
         return formats_in(self.format_entries)
 
     @property
@@ -394,7 +394,7 @@ class SnipConfig(ScheduleFields, MeasureFields, PlanFields, GuardFields, ReportF
         }
 
     @property
-    def has_schedule(self) -> bool:
+    def target_changes(self) -> bool:
         """Whether the target changes during the run."""
         return bool(self.target_schedule) or self.heal_from is not None
 

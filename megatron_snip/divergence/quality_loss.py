@@ -27,17 +27,17 @@ format. The factors come from one model (5 layers of width 192) on which the cha
 was measured linear by linear; docs/measuring.md judges them on others.
 
 The scores of the baselines are sums over the GEMMs. A and B are the operands of a GEMM, and C is
-the third of X, W and G. Each operand has one error in all GEMMs: that of X and W as fprop tiles
-them, and of G as wgrad does. `norms` is a bound of the change of the loss (for fprop: of |<G, eY>|)
-by Frobenius norms, to first order in the errors, like the bound in the paper. The three scores:
+the third of X, W and G. The error of an operand in a format is measured once (X and W in the tiles
+of fprop, G in those of wgrad), and used for all GEMMs. `norms` bounds the change of the loss by
+Frobenius norms, to first order in the errors, like the bound in the paper. The three scores:
 
     abs_error = sum of |Q(A) - A| + |Q(B) - B|
     rel_error = sum of |Q(A) - A| / |A| + |Q(B) - B| / |B|
     norms     = sum of |C| (|A| |Q(B) - B| + |Q(A) - A| |B|)
 
 The functions that compute scores raise KeyError if a format of the option was not measured, and
-ValueError or OverflowError if a sum has no root or is too large. `divergence_table` makes NaN of
-these.
+ValueError if a sum under a root is negative, and OverflowError if one is too large.
+`divergence_table` makes NaN of these.
 
 Quality loss is both divergences in one number:
 

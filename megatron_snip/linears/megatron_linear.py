@@ -106,7 +106,7 @@ class SimulatedLinear(ABC):
         return self.option == BF16 or self._runtime.in_bf16
 
     def delayed_scales(self, placement: Placement) -> DelayedScales | None:
-        """Return what returns its scales; None if it runs no delayed scaling.
+        """Return the function that reads a weight's scales; None without delayed scaling.
 
         Args:
             placement: which weight of the linear, whose forward has just run.
@@ -225,5 +225,6 @@ def _frees_inputs(config: Any) -> bool:
     if getattr(config, "recompute_granularity", None) != "selective":
         return False
     recomputed = set(getattr(config, "recompute_modules", None) or ())
+    # Recomputing any other module frees its output, which is the next linear's input.
     keep_outputs = {"core_attn", "mlp", "moe", "shared_experts"}
     return bool(recomputed - keep_outputs)

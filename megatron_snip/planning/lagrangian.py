@@ -75,7 +75,7 @@ class ChoiceSet:
             return False
         return all((floors.missing(columns) <= 0).all() for floors in self.integer_floors)
 
-    def without_dropped(self, columns: Ints) -> Ints:
+    def without_unusable(self, columns: Ints) -> Ints:
         """Replace dropped choices by the cheapest ones with as much gain.
 
         Where there is none, the result does not hold.

@@ -7,9 +7,10 @@ choice set has a search of its own:
     incumbent    the best known assignment; at first the best of the hint, of the assignment of most
                  gain, which is always feasible, and of those next to the dual's maximum
     core         a choice whose reduced cost exceeds (incumbent - bound) is in no better assignment
-                 and is dropped; CP-SAT solves the rest, the most promising choices first
+                 and is left out. Linears with one choice left are fixed; CP-SAT solves the others,
+                 the most promising choices first
 
-The gap between dual and incumbent is a fraction of one linear's loss, so of a model with ten
+The gap between dual and incumbent is a fraction of one linear's cost, so of a model with ten
 thousand linears a few dozen are in the core. All searches share a fixed amount of work, counted in
 CP-SAT's deterministic seconds; they continue, the largest gap first, only while the total gap is
 larger than asked for. So the same input gives the same assignment in every run with one worker. The
@@ -34,11 +35,11 @@ SEARCH_WORK_S = 0.5
 """Deterministic seconds for finding and proving the optimum, over all choice sets."""
 
 CORE_SIZES = (64, 512, 4096, None)
-"""Largest number of choices in the core of each round. Every linear also has its choice of least
-reduced cost in the core, which is not counted."""
+"""Largest number of choices in the core of each round. Every linear also keeps its choice of least
+reduced cost, which is not counted."""
 
 EXACT = 1e-9
-"""Gap, relative to the sum of chosen losses' magnitudes, at which an assignment is optimal."""
+"""Gap at which an assignment is optimal, relative to the sum of the chosen costs' magnitudes."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -133,7 +134,7 @@ class Search:
         self._deadline = deadline
         self._dual = maximize(choices)
         self.bound = self._dual.bound
-        candidates = [choices.without_dropped(start) for start in starts]
+        candidates = [choices.without_unusable(start) for start in starts]
         candidates += [self._dual.above, self._dual.below, round_up(choices, self._dual)]
         self.best = min(filter(choices.holds, candidates), key=choices.cost_of)
         self.best_cost = choices.cost_of(self.best)

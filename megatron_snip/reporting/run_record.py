@@ -258,7 +258,7 @@ class RunRecord:
         snip = self.snip
         if snip is None or not snip.enabled or snip.collect_only or snip.cost == "time":
             return None
-        if snip.has_schedule and self.plan is not None:
+        if snip.target_changes and self.plan is not None:
             return self.plan.target
         return snip.efficiency_target
 
@@ -433,7 +433,8 @@ def numbered_files(folder: Path) -> dict[int, Path]:
 def last_refresh(folder: Path, metrics: MetricRows, until: int | None = None) -> Path | None:
     """Return the file of the run's last refresh, or None.
 
-    Files of other iterations are left over: the run went back to a checkpoint before them.
+    A file of an iteration without a refresh in the metrics does not count: it is left over from
+    before the run went back to an earlier checkpoint.
 
     Args:
         folder: holds the files.

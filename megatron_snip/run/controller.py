@@ -218,7 +218,7 @@ class SnipController:
         """All ranks: run an iteration's forward-backward under the plan; measure it if that is due.
 
         Megatron's rerun state machine may repeat an iteration whose result it doubts. Training goes
-        on with the last run's gradients, so what the last run measured counts.
+        on with the gradients of the last attempt, so what that one measured counts.
 
         Args:
             iteration: Megatron's iteration (1-based).
@@ -312,7 +312,7 @@ class SnipController:
         checkpoint of the iteration before it. A resumed run then repeats the iteration from there.
 
         Args:
-            iteration: the last iteration done; or the one before it, if Megatron gave that up.
+            iteration: the last iteration done; or i - 1, if Megatron gave up iteration i.
             of_all_ranks: True: all ranks call it together and get the same. False: nothing is
                 exchanged; histories of delayed scaling are those of this rank's linears.
         """
@@ -436,14 +436,14 @@ class SnipController:
                 plan = without_objective(plan)  # all quality losses of its problem were 0
             self._check(plan)
             self._current.apply(plan)
-            # Only the linears have changed so far. `self.plan` changes in `replace`, further down.
+            # Only the linears have changed so far. `self.plan` changes in `record`, further down.
             former = self.plan
             if changed_linears(former, plan):
                 self._guard.plan_changed(fallback=former)
-            # This is read first, because `replace` starts the mean of the new plan.
+            # This is read first, because `record` starts the mean of the new plan.
             mean_step_s = self._current.step_times.mean_s
             saving_s = self._plans.saving_s(plan, num_microbatches)
-            text = self._current.replace(iteration, plan, waited_s, saving_s).summary
+            text = self._current.record(iteration, plan, waited_s, saving_s).summary
             if saving_s is not None and mean_step_s is not None:
                 text += f", mean step before {1e3 * mean_step_s:.4g} ms"
             self._reporter.log(f"iteration {iteration}: {text}")
@@ -490,7 +490,7 @@ class SnipController:
             f"{outcome.fallback.label}"
         )
         self._reporter.notify(iteration, "reverted", text)
-        self._current.replace(iteration, plan)
+        self._current.record(iteration, plan)
 
     def _finish_refresh(self, iteration: int) -> None:
         """All ranks: end a refresh if all its parts were measured; submit its problem."""

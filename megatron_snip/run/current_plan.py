@@ -94,7 +94,7 @@ class CurrentPlan:
             self._model.apply(self.plan.linears)
             raise
 
-    def replace(
+    def record(
         self,
         iteration: int,
         plan: PrecisionPlan,
@@ -132,8 +132,8 @@ class CurrentPlan:
             iteration: the first iteration under the plan.
             num_changed: how many linears run another option than before.
             is_resumed: whether a stopped run had the same plan.
-            waited_s: as in `replace`.
-            saving_s: as in `replace`.
+            waited_s: as in `record`.
+            saving_s: as in `record`.
         """
         applied = PlanApplied(
             self.plan,

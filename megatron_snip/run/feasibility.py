@@ -47,7 +47,7 @@ def check_settings(problem: PlanningProblem, config: SnipConfig, settings: PlanS
     """
     with naming_field("policy"):
         policy = get_policy(config.policy, problem)
-        if config.has_schedule and not policy.heeds_target:
+        if config.target_changes and not policy.heeds_target:
             raise UsageError(f"'{config.policy}' has no target; drop it or the target schedule")
     makes_plans = not config.collect_only
     if config.plan_file is not None and makes_plans and not policy.needs_statistics:
@@ -56,7 +56,7 @@ def check_settings(problem: PlanningProblem, config: SnipConfig, settings: PlanS
             "drop one of them, or add --snip-collect-only to train with the file",
             field="plan_file",
         )
-    must_exist = makes_plans and (config.has_schedule or policy.needs_statistics)
+    must_exist = makes_plans and (config.target_changes or policy.needs_statistics)
     with naming_field("pins"):
         check_constraints(problem, settings, must_exist)
 

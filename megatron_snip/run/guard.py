@@ -3,10 +3,11 @@
 It judges the first 50 iterations after a plan change, and up to 50 more while a series of spikes
 lasts. loss_monitor.py says what a spike is, and when a series of spikes ends. At a spike everything
 that the attempt changed is restored, and the iteration runs again under the fallback plan. So no
-NaN of a judged iteration reaches the weights if the plan caused it. The two losses decide (if both
-are finite, the plan is to blame at the tenth spike of a series in any case):
+NaN of a judged iteration reaches the weights if the plan caused it. The loss under the plan and the
+loss under the fallback decide:
 
-    the plan is to blame      it is reverted: the fallback stays, and the plan is refused if it
+    the plan is to blame      (always at the tenth spike of a series, if both losses are finite)
+                              it is reverted: the fallback stays, and the plan is refused if it
                               comes again (the last 16 reverted plans are remembered). After the
                               first revert since a plan was judged good, the next iteration
                               measures again. If the plan of that refresh is reverted too, the next
@@ -79,7 +80,7 @@ class Outcome:
     """How an iteration's forward-backward ended.
 
     Attributes:
-        results: what Megatron's function returned in the run that counts.
+        results: what Megatron's function returned in the attempt that counts.
         num_runs: how often it ran; more than once only after a spike.
         was_judged: whether the plan was judged by this iteration's loss.
         fallback: the plan to continue with, or None to keep the current one.
@@ -160,8 +161,8 @@ class Guard:
     def begin(self, iteration: int) -> None:
         """Make ready for an iteration, before `is_judging` is read.
 
-        If Megatron repeats the iteration that ran last, its former run is forgotten, unless that
-        run reverted the plan.
+        If Megatron repeats the iteration that ran last, the former attempt is forgotten, unless it
+        reverted the plan.
         """
         if self._before is not None and self._before[0] == iteration:
             self._pending_loss = None

@@ -113,7 +113,7 @@ class Observations:
         Args:
             config: the settings.
             model: the planned linears.
-            available: the options of a plan.
+            available: the options that the linears can run.
             optimizer: Megatron's optimizer.
         """
         self._config = config
@@ -186,7 +186,7 @@ class Observations:
     def observe_unfused(
         self, observation: Observation | None, iteration: int, step: TrainingStep
     ) -> None:
-        """All ranks: run a step once unfused and observe it, where MLPs run fused operations.
+        """All ranks: observe an unfused forward-backward, where MLPs run fused operations.
 
         Fused MLPs do not call their linears, so the step itself cannot be observed. What the
         additional run changes is undone. Where no MLP is fused, this does nothing: `observing_step`

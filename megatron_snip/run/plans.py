@@ -4,8 +4,8 @@ The first plan comes from one of four sources. The first of these five rules tha
 
     1. collect_only      FILE if there is a plan file, else JOB
     2. a plan file       FILE, unless the stopped run was given a file with the same plan
-    3. the policy        POLICY if it needs no measurement. Not at a resume with a target schedule
-                         and unchanged settings of the plan: then rule 4
+    3. the policy        POLICY if it needs no measurement. (A resumed run with a target schedule
+                         and unchanged settings of the plan continues with its plan: rule 4)
     4. a checkpoint      CHECKPOINT; if settings of the plan changed, the policy plans from the
                          checkpoint's measurements before the first iteration
     5. otherwise         JOB
@@ -92,9 +92,9 @@ class RunPlans:
     Every method but `recipe_changes` returns the same on all ranks.
 
     Attributes:
-        config: the settings. If the user gave no target, it has the default one of its formats, or
-            the highest that the linears can reach, if that is less. Pins are those that the linears
-            can run.
+        config: the settings, with pins that the linears can run. Where the user gave no target, it
+            is the smaller of two: the default target of the formats, and the highest target that
+            the linears can reach.
         available: what the linears can run.
         stage_and_flops: (stage, FLOPs per token) by linear.
         fitting: makes plans and problems of another run fit.
@@ -186,8 +186,8 @@ class RunPlans:
         plan, replaced = self.fitting.plan(plan_from_rank_0(make, self._control))
         if source is PlanSource.FILE:
             check_plan_file(replaced, self.config, len(self.stage_and_flops))
-        # A plan's file is named by its iteration. That of another run could be the iteration of a
-        # later plan of this one, so a plan that is new here gets its own.
+        # A plan's file is named by its iteration. The number of another run's plan could be that of
+        # a later plan of this run, so a plan that is new here gets a new number.
         is_known = state is not None and plan.digest == state.plan.digest
         number = state.plan.iteration if state is not None and is_known else num_done
         plan = plan.model_copy(update={"iteration": number})
@@ -210,7 +210,7 @@ class RunPlans:
         if not get_policy(config.policy).needs_statistics:
             has_new_settings = bool(changed - {"plan_file"})
             # With a target schedule the stopped run may have planned since its start.
-            may_have_planned_since = state is not None and config.has_schedule
+            may_have_planned_since = state is not None and config.target_changes
             if not may_have_planned_since or has_new_settings:
                 return PlanSource.POLICY
         return PlanSource.JOB if state is None else PlanSource.CHECKPOINT

@@ -47,7 +47,7 @@ class RefreshSchedule:
     def __init__(self, config: SnipConfig, num_done: int = 0) -> None:
         """Start before the first refresh that begins after `num_done` iterations."""
         self.plans_without_statistics = not get_policy(config.policy).needs_statistics
-        plans_again = config.has_schedule or not self.plans_without_statistics
+        plans_again = config.target_changes or not self.plans_without_statistics
         self.changes_plans = plans_again and not config.collect_only
         self.iterations_per_refresh = config.iterations_per_refresh
         self.is_waiting = False
@@ -117,7 +117,7 @@ class RefreshSchedule:
         config = self._config
         comes_too_late = self._due_from - iteration < config.lag
         is_in_time = self.plans_without_statistics or not comes_too_late
-        return self.changes_plans and config.has_schedule and is_in_time
+        return self.changes_plans and config.target_changes and is_in_time
 
     @property
     def _is_under_way(self) -> bool:

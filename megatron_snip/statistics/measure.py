@@ -51,7 +51,7 @@ _HEALTH_SQUARES = ("input_square", "weight_square", "grad_in_dgrad_square")
 
 _LOSS_CHANGES = ("first", "fisher", "aligned_fisher")
 """The columns that estimate the change of the loss (`FormatStatistics` has the formulas); `totals`
-makes them of `PartialSums.tokens`."""
+makes them of `PartialSums.per_token`."""
 
 
 class PartialSums(NamedTuple):
@@ -62,7 +62,7 @@ class PartialSums(NamedTuple):
             split their contraction. Row-parallel: [1 + F, S, N], Y and each format's eY.
             Column-parallel: [1 + F, U, K], dX and each format's eX of the U single tokens that
             dgrad is measured on.
-        tokens: [2 + 2 F, S] |G_t|^2, |Y_t|^2, |eY_t|^2 and <G_t, eY_t>; column-parallel only.
+        per_token: [2 + 2 F, S] |G_t|^2, |Y_t|^2, |eY_t|^2 and <G_t, eY_t>; column-parallel only.
         scalars: sums of squares, in the order of `_scalar_names`.
         health: [F + 1, 3 operands, OPERAND_SUMS], the operands in each format, and then before
             quantization (the other way round than in `products`); see `LinearSums.health`.
@@ -70,7 +70,7 @@ class PartialSums(NamedTuple):
     """
 
     products: Tensor
-    tokens: Tensor | None
+    per_token: Tensor | None
     scalars: Tensor
     health: Tensor
     amax: Tensor
@@ -96,7 +96,7 @@ class PartialSums(NamedTuple):
         product = (num_tokens, num_outputs) if kind == "row" else x_of_dgrad.shape
         return cls(
             products=zeros((1 + num, *product)),
-            tokens=zeros((2 + 2 * num, num_tokens)) if kind == "column" else None,
+            per_token=zeros((2 + 2 * num, num_tokens)) if kind == "column" else None,
             scalars=zeros(len(_scalar_names(kind, formats))),
             health=zeros((1 + num, len(Operand), OPERAND_SUMS)),
             amax=zeros(len(Operand)),
@@ -201,7 +201,7 @@ def partial_sums(
     is_row = kind == "row"
     return PartialSums(
         products=outputs if is_row else input_grads,
-        tokens=None if is_row else _token_sums(g, outputs),
+        per_token=None if is_row else _token_sums(g, outputs),
         scalars=scalars,
         health=health,
         amax=torch.stack([each.amax for each in counts]),
@@ -319,17 +319,17 @@ def totals(sums: PartialSums, grad_output: Tensor) -> Tensor:
         out_features. (`local`: the change of the linear's own update, D * eW, and of no other's.)
     """
     values = [sums.scalars.double()]
-    if sums.tokens is None:
-        tokens = _token_sums(grad_output, sums.products)  # Y and eY are complete only now
+    if sums.per_token is None:
+        per_token = _token_sums(grad_output, sums.products)  # Y and eY are complete only now
     else:
-        tokens = sums.tokens
+        per_token = sums.per_token
         by_token = _token_squares(sums.products)
         # Rounded to FP32, as `partial_sums` rounds them for a row-parallel linear: so a linear
         # without shards gives the same bits as either kind.
         values.append(by_token.sum(1, dtype=torch.float64).float().double())
     num_formats = len(sums.products) - 1
     sizes = [1, 1 + num_formats, num_formats]  # as `_token_sums` puts them together
-    grads, outputs, inner_products = torch.split(tokens.double(), sizes)
+    grads, outputs, inner_products = torch.split(per_token.double(), sizes)
     first = inner_products.sum(1)
     fisher = 0.5 * (outputs[1:] * grads).sum(1)
     aligned_fisher = 0.5 * inner_products.square().sum(1)
@@ -338,7 +338,7 @@ def totals(sums: PartialSums, grad_output: Tensor) -> Tensor:
 
 
 def _token_sums(g: Tensor, outputs: Tensor) -> Tensor:
-    """Return `PartialSums.tokens` of G [S, N] and (Y, eY of each format) [1 + F, S, N]."""
+    """Return `PartialSums.per_token` of G [S, N] and (Y, eY of each format) [1 + F, S, N]."""
     inner_products = torch.stack(
         [torch.linalg.vecdot(g.float(), error.float()) for error in outputs[1:]]
     )

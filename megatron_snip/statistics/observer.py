@@ -80,7 +80,7 @@ class _Call:
 
     Attributes:
         placement: the linear.
-        forward: the number of its forwards in this iteration before this one.
+        num_earlier: the number of its forwards in this iteration before this one.
         num_tokens: the number of tokens, over all ranks of the tensor axis.
         weight: returns W [N, K] of this shard; it is called while the linear is measured.
         num_inputs: the number K of input features.
@@ -92,7 +92,7 @@ class _Call:
     """
 
     placement: Placement
-    forward: int
+    num_earlier: int
     num_tokens: int
     weight: Callable[[], Tensor]
     num_inputs: int
@@ -214,7 +214,7 @@ class StepObserver:
         num_rows = input.shape[:-1].numel()
         call = _Call(
             placement=placement,
-            forward=self._num_forwards[placement],
+            num_earlier=self._num_forwards[placement],
             num_tokens=num_rows * (token_axis.size if input_is_split else 1),
             weight=weight if callable(weight) else weight.detach,
             num_inputs=input.shape[-1],
@@ -274,8 +274,8 @@ class StepObserver:
             return False
         # If a rank measures its microbatch, so does rank 0.
         num_ranks = self._topology.data_axis(call.placement).size
-        of_rank_0 = call.forward // call.placement.num_calls * num_ranks
-        return self._is_measured(of_rank_0, num_ranks)
+        microbatch_of_rank_0 = call.num_earlier // call.placement.num_calls * num_ranks
+        return self._is_measured(microbatch_of_rank_0, num_ranks)
 
     def _keep(self, call: _Call, input: Tensor) -> _Kept:
         """Keep what the backward needs of a linear's input."""
@@ -300,7 +300,7 @@ class StepObserver:
             rows_by_sender = {own.rank: None}  # all rows
         samples = []
         # This is the nth microbatch of each rank; a repeated layer is called again in it.
-        nth, repetition = divmod(call.forward, placement.num_calls)
+        nth, repetition = divmod(call.num_earlier, placement.num_calls)
         for rank, rows in rows_by_sender.items():
             microbatch = nth * num_ranks + rank
             if not self._is_measured(microbatch, num_ranks):

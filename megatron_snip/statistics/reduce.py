@@ -80,7 +80,7 @@ def reduce_sums(
     batch = table[1:, :num_counts]
     rows = table[1:, num_counts:]
     sums = layout.split(rows)
-    # Of these, ranks take the maximum and not the sum.
+    # Ranks take the maximum of what follows, and not the sum.
     maxima = torch.zeros((len(linears), len(Operand) + 1))
     amax = maxima[:, :-1]
     num_experts = maxima[:, -1]
@@ -112,8 +112,8 @@ def reduce_sums(
 
     named = [dict(zip(layout.columns, row, strict=True)) for row in sums.statistics.tolist()]
     in_batch = [BatchCounts(*numbers) for numbers in batch.tolist()]
-    # T. The experts of a layer multiply each token several times, or less often where tokens are
-    # dropped. Linears that no backward reaches have none.
+    # T of the equations. The experts of a layer multiply each token several times, or less often
+    # where tokens are dropped. Linears that no backward reaches have none.
     pairs = zip(linears, in_batch, strict=True)
     batch_tokens = max((total.tokens / info.calls_per_token for info, total in pairs), default=0.0)
     decoded = []
@@ -173,10 +173,12 @@ def _linear_statistics(
         value = row[name] * grad_scale**column.grad_power
         if column.over == "weight":  # each measured microbatch adds it; the mean is reported
             return value / measured
-        return value if column.over == "all" else value * expansion
+        if column.over == "all":  # it is no sum over measured tokens
+            return value
+        return value * expansion
 
     base: dict[str, Any] = {column: scaled(column) for column in BASE_COLUMNS}
-    if row["microbatches"]:
+    if row["microbatches"]:  # until here the numbers of what was measured
         base |= counts._asdict()
     # Without moments the gradient stands for the update.
     update_square = base["update_square"] or base["wgrad_square"] or 1.0

@@ -324,5 +324,6 @@ def reset_quantizers(module: Any) -> None:
     The state of delayed scaling is kept (history.py): the linear may run delayed scaling again.
     """
     module.fp8_initialized = False
+    # Initialized means that the module holds a state of delayed scaling, which `keep_history` says.
     module.fp8_meta_tensors_initialized = keep_history(module)
     module._fp8_workspaces.clear()
