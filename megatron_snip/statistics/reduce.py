@@ -8,7 +8,7 @@ G times `grad_scale` is the gradient of the batch-mean loss (`TrainingStep.grad_
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -26,25 +26,13 @@ from megatron_snip.statistics.records import (
     StatisticsTable,
     column_of,
 )
-from megatron_snip.statistics.row_sums import RankSums
+from megatron_snip.statistics.row_sums import BatchCounts, RankSums
 from megatron_snip.statistics.rows import RowLayout
 from megatron_snip.statistics.sample import MeasureSettings
 from megatron_snip.topology import LinearInfo
 from megatron_snip.types import Operand
 
 K = TypeVar("K")
-
-
-class BatchCounts(NamedTuple):
-    """What a linear multiplied in the batch, measured or not; over all ranks.
-
-    Attributes:
-        microbatches: Number of microbatches; experts count each once for every expert.
-        tokens: Number of tokens.
-    """
-
-    microbatches: float
-    tokens: float
 
 
 def reduce_sums(

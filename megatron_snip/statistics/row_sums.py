@@ -3,7 +3,7 @@
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TypeVar, get_args
+from typing import NamedTuple, TypeVar, get_args
 
 import torch
 from torch import Tensor
@@ -22,6 +22,18 @@ logger = logging.getLogger(__name__)
 K = TypeVar("K")
 
 
+class BatchCounts(NamedTuple):
+    """What a linear multiplied in the batch, measured or not.
+
+    Attributes:
+        microbatches: Number of microbatches; experts count each once for every expert.
+        tokens: Number of tokens.
+    """
+
+    microbatches: float
+    tokens: float
+
+
 @dataclass
 class RankSums:
     """What one rank has measured in an iteration.
@@ -31,7 +43,7 @@ class RankSums:
             zeros: `reduce_sums` fills them in.
         amax: The largest magnitudes of X, W and G, FP32 [3], by the linear's name.
         experts: The row of each expert (`RowLayout.expert_row`), FP64, by linear name and expert.
-        counts: `BatchCounts` of each linear, FP64 [2], by its name.
+        counts: This rank's part of the `BatchCounts` of each linear, FP64 [2], by its name.
         failure: The first error, in one line, or None.
     """
 
@@ -90,8 +102,8 @@ class RowSums:
         topology = self._topology
         num_ranks = topology.data_axis(placement).size * topology.context
         microbatches = topology.data.size / num_ranks / placement.num_calls
-        counted = torch.tensor([microbatches, num_tokens], dtype=torch.float64)
-        _add_to(self.own.counts, placement.name, counted)
+        counts = BatchCounts(microbatches, num_tokens)
+        _add_to(self.own.counts, placement.name, torch.tensor(counts, dtype=torch.float64))
 
     def add_amax(self, placement: Placement, amax: Tensor) -> None:
         """Keep the largest magnitudes of X, W and G, FP32 [3]."""
