@@ -19,7 +19,7 @@ from megatron_snip.output import console, csv_text
 from megatron_snip.reporting.run_record import (
     Divergences,
     check_run_directory,
-    last_refresh,
+    file_of_last_refresh,
     numbered_files,
     parse_divergences,
     read_metrics,
@@ -134,15 +134,15 @@ def _find(folder: Path, iteration: int | None) -> Path:
     if not files:
         raise UsageError(f"no statistics in '{run}': a refresh writes {folder}/<iteration>.json")
     if iteration is None:
-        return _last_refresh(folder) or files[max(files)]
+        return _file_of_last_refresh(folder) or files[max(files)]
     if iteration not in files:
         known = ", ".join(map(str, list(files)[:20])) + (", ..." if len(files) > 20 else "")
         raise UsageError(f"--iteration: no refresh at {iteration} in '{run}'; there are {known}")
     return files[iteration]
 
 
-def _last_refresh(folder: Path) -> Path | None:
+def _file_of_last_refresh(folder: Path) -> Path | None:
     """Return the file of the run's last refresh; None if no iteration has ended with one."""
     with contextlib.suppress(UsageError):  # no iteration has ended
-        return last_refresh(folder, read_metrics(folder.parent / "metrics.jsonl"))
+        return file_of_last_refresh(folder, read_metrics(folder.parent / "metrics.jsonl"))
     return None

@@ -57,6 +57,8 @@ def make_plan(
     if previous is not None:
         hint = table.columns_of([str(previous.linears[name]) for name in table.names])
     target = problem.target if settings.target is None else settings.target
+    # The pins as the user wrote them: that of a tied linear holds for its group, and errors quote
+    # it.
     constraints = make_constraints(table, settings, target, hint, problem.ties)
     deadline = start + settings.time_limit_s
     found = policy.decide(Request(constraints, merged_settings, hint, deadline))

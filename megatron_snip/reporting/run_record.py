@@ -310,8 +310,8 @@ def read_run(path: Path) -> RunRecord:
     metrics = read_metrics(path / "metrics.jsonl")
     snip = _snip_config(config)
     plans = plan_spans(path, metrics)
-    measured = last_refresh(path / "divergences", metrics)
-    problem = last_refresh(path / "problems", metrics)
+    divergences_file = file_of_last_refresh(path / "divergences", metrics)
+    problem_file = file_of_last_refresh(path / "problems", metrics)
     return RunRecord(
         path=path,
         config=config,
@@ -319,8 +319,8 @@ def read_run(path: Path) -> RunRecord:
         versions=read_json(versions, "versions file") if versions.is_file() else {},
         metrics=metrics,
         plans=plans,
-        divergences=None if measured is None else read_divergences(measured),
-        problem=None if problem is None else read_problem(problem),
+        divergences=None if divergences_file is None else read_divergences(divergences_file),
+        problem=None if problem_file is None else read_problem(problem_file),
         health=tuple(_health(path / "health", metrics, plans)),
         simulated=_simulated(path / "precision", metrics.last_iteration, snip),
     )
@@ -348,8 +348,10 @@ def read_metrics(path: Path) -> MetricRows:
 
 def _health(folder: Path, metrics: MetricRows, plans: Sequence[PlanSpan]) -> Iterator[HealthTable]:
     """Yield the tables of `RunRecord.health`."""
-    before_plans = last_refresh(folder, metrics, plans[0].start - 1) if plans else None
-    for path in dict.fromkeys([before_plans, last_refresh(folder, metrics)]):
+    files = [file_of_last_refresh(folder, metrics)]
+    if plans:  # what was measured before the first plan comes first
+        files.insert(0, file_of_last_refresh(folder, metrics, until=plans[0].start - 1))
+    for path in dict.fromkeys(files):
         if path is not None:
             yield HealthTable.from_dict(read_json(path, "health file"), f"health file '{path}'")
 
@@ -430,7 +432,9 @@ def numbered_files(folder: Path) -> dict[int, Path]:
     return {int(path.stem): path for path in sorted(found, key=lambda path: int(path.stem))}
 
 
-def last_refresh(folder: Path, metrics: MetricRows, until: int | None = None) -> Path | None:
+def file_of_last_refresh(
+    folder: Path, metrics: MetricRows, until: int | None = None
+) -> Path | None:
     """Return the file of the run's last refresh, or None.
 
     A file of an iteration without a refresh in the metrics does not count: it is left over from

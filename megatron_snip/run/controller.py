@@ -480,8 +480,8 @@ class SnipController:
         if outcome.fallback is None:
             return
         self._replanner.drop()  # a problem that may have been measured under the reverted plan
-        # A plan's file is named by the plan's iteration. The copy gets this one, so that it does
-        # not overwrite the file that the fallback already has.
+        # A plan's file is named by the plan's iteration. The copy gets the iteration of the revert,
+        # so that it does not overwrite the file that the fallback already has.
         plan = outcome.fallback.model_copy(update={"iteration": iteration})
         self._guard.reverted(self.plan, plan, iteration)
         num_changed = len(changed_linears(self.plan, plan))

@@ -81,7 +81,7 @@ class CurrentPlan:
             self._reporter.notify(iteration, "refresh_failed", text)
 
     def apply(self, plan: PrecisionPlan) -> None:
-        """All ranks: let the linears run a plan. It becomes the current one with `replace`.
+        """All ranks: let the linears run a plan. It becomes the current one with `record`.
 
         Raises:
             RemoteFailure: on every rank, if a linear of one rank refuses. Then all linears run as

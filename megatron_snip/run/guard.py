@@ -4,10 +4,10 @@ It judges the first 50 iterations after a plan change, and up to 50 more while a
 lasts. loss_monitor.py says what a spike is, and when a series of spikes ends. At a spike everything
 that the attempt changed is restored, and the iteration runs again under the fallback plan. So no
 NaN of a judged iteration reaches the weights if the plan caused it. The loss under the plan and the
-loss under the fallback decide:
+loss under the fallback decide; at the tenth spike of a series the plan is to blame in any case, if
+both losses are finite:
 
-    the plan is to blame      (always at the tenth spike of a series, if both losses are finite)
-                              it is reverted: the fallback stays, and the plan is refused if it
+    the plan is to blame      it is reverted: the fallback stays, and the plan is refused if it
                               comes again (the last 16 reverted plans are remembered). After the
                               first revert since a plan was judged good, the next iteration
                               measures again. If the plan of that refresh is reverted too, the next

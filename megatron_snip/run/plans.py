@@ -4,8 +4,8 @@ The first plan comes from one of four sources. The first of these five rules tha
 
     1. collect_only      FILE if there is a plan file, else JOB
     2. a plan file       FILE, unless the stopped run was given a file with the same plan
-    3. the policy        POLICY if it needs no measurement. (A resumed run with a target schedule
-                         and unchanged settings of the plan continues with its plan: rule 4)
+    3. the policy        POLICY if it needs no measurement. (A resumed run whose target changes,
+                         with unchanged settings of the plan, continues with its plan: rule 4)
     4. a checkpoint      CHECKPOINT; if settings of the plan changed, the policy plans from the
                          checkpoint's measurements before the first iteration
     5. otherwise         JOB
@@ -146,7 +146,7 @@ class RunPlans:
 
         Args:
             state: the state of the stopped run; None for a new run.
-            seed: seed of the policy `random`.
+            seed: seed of the policies `random` and `random-gemm`.
             num_done: iterations that the weights were trained for; with a state, its iteration
                 counts instead.
 
@@ -209,7 +209,7 @@ class RunPlans:
             return PlanSource.FILE
         if not get_policy(config.policy).needs_statistics:
             has_new_settings = bool(changed - {"plan_file"})
-            # With a target schedule the stopped run may have planned since its start.
+            # If the target changes, the stopped run may have planned since its start.
             may_have_planned_since = state is not None and config.target_changes
             if not may_have_planned_since or has_new_settings:
                 return PlanSource.POLICY

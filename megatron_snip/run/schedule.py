@@ -37,7 +37,7 @@ class RefreshSchedule:
 
     Attributes:
         plans_without_statistics: whether the policy needs no statistics. Then it plans before the
-            first iteration, and again only if the target schedule changes the target.
+            first iteration, and again only if the target changes (by schedule or healing).
         changes_plans: whether refreshes or changes of the target lead to new plans.
         iterations_per_refresh: number of iterations that one refresh measures, each of them a part
             of the linears.

@@ -166,7 +166,9 @@ def _linear_statistics(
         return value * expansion
 
     base: dict[str, Any] = {column: scaled(column) for column in BASE_COLUMNS}
-    if row["microbatches"]:  # until here the numbers of what was measured
+    # So far `microbatches` and `tokens` count what was measured; from here on all of the batch.
+    # They stay 0 where nothing was measured.
+    if row["microbatches"]:
         base |= counts._asdict()
     # Without moments the gradient stands for the update.
     update_square = base["update_square"] or base["wgrad_square"] or 1.0

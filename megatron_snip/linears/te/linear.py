@@ -104,8 +104,9 @@ class RecipeTELinear:
         # What the linear runs while the plan gives it the job's option.
         self._job_params = self._params_before_snip
         if self._job_recipe == BF16_RECIPE:
-            # In a BF16 job a BF16 evaluation runs what the job runs. `_before_forward` compares
-            # the parameters by identity, so both names must hold one object.
+            # If the job runs this linear in BF16, a BF16 evaluation runs what the job runs.
+            # `_before_forward` asks by identity whether the job's parameters are used, so both
+            # names must hold one object.
             self._job_params = self._bf16_params
         # What the plan asks for; at first what the job runs.
         self._option = self.job_option
@@ -324,6 +325,7 @@ def reset_quantizers(module: Any) -> None:
     The state of delayed scaling is kept (history.py): the linear may run delayed scaling again.
     """
     module.fp8_initialized = False
-    # Initialized means that the module holds a state of delayed scaling, which `keep_history` says.
+    # Transformer Engine takes this flag for "the module holds a state of delayed scaling", and
+    # `keep_history` returns whether it does.
     module.fp8_meta_tensors_initialized = keep_history(module)
     module._fp8_workspaces.clear()

@@ -111,7 +111,7 @@ def test_a_new_plan_is_reported_and_its_step_times_start_anew() -> None:
         current.step_times.end_iteration({"step_s": 2.0})
     assert current.step_times.mean_s == 2.0
     current.apply(NEXT)
-    assert current.plan is FIRST  # until `replace`
+    assert current.plan is FIRST  # until `record`
     applied = current.record(9, NEXT, waited_s=0.5, saving_s=0.1)
     assert (applied.num_changed, applied.waited_s, applied.saving_s) == (1, 0.5, 0.1)
     assert events == [Event(9, applied)]
