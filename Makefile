@@ -100,6 +100,7 @@ demo: export CUDA_VISIBLE_DEVICES =
 demo: $(RUN_STAMP)  ## train a small Llama with SNIP on two ranks and show what it did
 	$(BIN)/megatron-snip train --config configs/demo.yaml --run-dir "$(RUN_DIR)" --overwrite $(DEMO_ARGS)
 	@echo "the report, for a browser: $$($(BIN)/megatron-snip report "$(RUN_DIR)")"
+	@echo "to use megatron-snip in this shell: source $(BIN)/activate"
 
 .PHONY: test
 test: lint types docs unit distributed  ## lint, types, docs and the fast tests

@@ -54,6 +54,13 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
     return config
 
 
+def on_page_markdown(markdown: str, **_: Any) -> str:
+    """Return a page whose links to the repository's pages lead to those of the site."""
+    for name, page in ROOT_PAGES.items():
+        markdown = markdown.replace(f"](../{name}", f"]({page}")
+    return markdown
+
+
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add the repository's pages, with links as they are from docs/."""
     for name, page in ROOT_PAGES.items():

@@ -75,8 +75,8 @@ def check_new_run(directory: Path, overwrite: bool) -> None:
         )
     if not overwrite:
         raise UsageError(
-            f"'{directory}' holds another run; continue it with --load, name another directory, "
-            "or replace its files with --overwrite"
+            f"'{directory}' holds another run; name another directory, replace its files with "
+            "--overwrite, or continue it from the checkpoints of its --save with --load"
         )
 
 

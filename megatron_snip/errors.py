@@ -128,7 +128,7 @@ def known_failure(error: BaseException) -> str | None:
     package = _broken_package(error)
     if package is not None:
         text = f"cannot import {package}: {type(error).__name__}: {one_line(error)}"
-        return f"{text}; 'megatron-snip doctor' shows what is broken"
+        return f"{text}; install it again ('megatron-snip doctor' shows what else is broken)"
     text = str(error)
     if isinstance(error, MemoryError) or any(words in text for words in _NO_MEMORY):
         asked = re.search(r"allocate ([\d.]+ ?[A-Za-z]+)|sizes?=(\[[\d, ]*\])", text)

@@ -63,7 +63,10 @@ class Parser(argparse.ArgumentParser):
             if flag.startswith("--") and " " not in flag and flag not in known:
                 hint = did_you_mean(flag, known)
                 raise UsageError(f"unknown flag '{flag}'{hint}; see '{self.prog} --help'")
-        return super().parse_known_args(args, namespace)
+        found, rest = super().parse_known_args(args, namespace)
+        if rest and self._subparsers is None:  # argparse itself would refer to the help of all
+            self.error(f"unrecognized arguments: {' '.join(rest)} (a list has commas: fp8,fp4)")
+        return found, rest
 
     def _print_message(self, message: str, file: Any = None) -> None:
         (file or sys.stderr).write(message)  # argparse's own hides that it could not

@@ -71,7 +71,7 @@ def add_planning_flags(parser: argparse.ArgumentParser) -> None:
         "fix the option of these linears, e.g. 'decoder.layers.0.*=fp8'; may be repeated. Other "
         "linears keep the run's pins, which are in the problem file"
     )
-    add("--pin", metavar="GLOB=OPTION", type=_pair, dest="pins", action="append", help=text)
+    add("--pin", metavar="GLOB=OPTION", type=_pin, dest="pins", action="append", help=text)
     for which in ("first", "last"):
         text = (
             f"fix the option of the {which} N layers of each block: decoder, encoder and "
@@ -214,16 +214,20 @@ def _with_pinned_bf16(problem: PlanningProblem, pins: Sequence[tuple[str, str]])
     return problem.with_options(options)
 
 
-def _pair(text: str) -> tuple[str, str]:
-    which, _, option = text.rpartition("=")
-    if not which or not option:
-        raise argparse.ArgumentTypeError(f"'{text}' is not of the form ...=OPTION; see --help")
-    return which, option
+def _pin(text: str) -> tuple[str, str]:
+    return _pair(text, "GLOB=OPTION, e.g. 'decoder.layers.0.*=fp8'")
 
 
 def _edge(text: str) -> tuple[int, str]:
-    count, option = _pair(text)
+    count, option = _pair(text, "N=OPTION, e.g. '2=fp8'")
     return integer(count, least=0), option
+
+
+def _pair(text: str, form: str) -> tuple[str, str]:
+    which, _, option = text.rpartition("=")
+    if not which or not option:
+        raise argparse.ArgumentTypeError(f"'{text}' is not {form}")
+    return which, option
 
 
 def _print_summary(plan: PrecisionPlan, problem: PlanningProblem, cost: EfficiencyMeasure) -> None:

@@ -199,6 +199,10 @@ def read_problem(path: Path) -> PlanningProblem:
     Raises:
         UsageError: if the file is missing, not JSON, or breaks the schema; one line.
     """
+    if path.is_dir():
+        raise UsageError(
+            f"'{path}' is a folder; name a file, such as a run's problems/<iteration>.json"
+        )
     value = read_json(path, "problem file")
     if isinstance(value, dict) and "digest" in value:
         raise UsageError(f"'{path}' is a plan, and a problem is wanted: problems/<iteration>.json")

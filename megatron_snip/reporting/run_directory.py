@@ -301,7 +301,7 @@ def open_run(
         else:
             archive = clear_run(path, old_files, archive=old_run != "delete")
             if archive is not None:
-                logger.info("snip: moved files of an earlier run to '%s'", archive)
+                logger.warning("snip: moved files of an earlier run to '%s'", archive)
             mark_new_run(path)
         directory.start(settings)
 

@@ -178,6 +178,7 @@ def launch(config: TrainConfig, num_ranks: int) -> int:
     if received:
         text = f"; no answer from rank {', '.join(map(str, late))}" if late else ""
         text += f"; {reason}" if kind == "error" else ""
+        text += "; without --save nothing can be resumed" if config.save is None else ""
         print(f"megatron-snip: ended by {_signal_name(received[0])}{text}", file=sys.stderr)
         return 128 + received[0]
     endings = [(rank, status) for rank, status in enumerate(statuses) if status]

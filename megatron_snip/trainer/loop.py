@@ -108,7 +108,8 @@ class TrainingResult:
         iterations: Number of iterations done, including those before a resume.
         loss: Loss of the last iteration; NaN if none was left to do.
         first_validation_loss: Validation loss before the first iteration; None if eval_iters is 0.
-        validation_loss: Validation loss after the last iteration; None if eval_iters is 0.
+        validation_loss: Validation loss of the last evaluation; None if eval_iters is 0. It is that
+            after the last iteration, unless the run was stopped.
         seconds: Wall time of the loop.
         stopped: Why the run ended early, such as `SIGTERM`; None if it did not.
     """

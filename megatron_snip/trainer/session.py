@@ -99,6 +99,11 @@ def check_run(config: TrainConfig, world_size: int) -> None:
     if config.save is not None and not (iteration and config.save == config.load):
         check_new_save(config.save)
     if config.snip.enabled:  # each call raises what the run would raise later
+        if config.snip.backend == "te":
+            raise UsageError(
+                "--snip-backend te runs Transformer Engine's linears, and 'megatron-snip train' "
+                "builds Megatron's own; use --snip-backend simulate"
+            )
         get_policy(config.snip.policy)
         config.snip.targets(config.train_iters)
         if config.snip.plan_file is not None:
@@ -405,7 +410,8 @@ def _print_result(config: TrainConfig, result: TrainingResult, console: Console)
         lines.append(f"to resume: the same command with --load {config.save}")
     if result.validation_loss is not None and result.first_validation_loss is not None:
         before = f"{result.first_validation_loss:.4f} before training"
-        lines.append(f"validation loss {before}, {result.validation_loss:.4f} after")
+        when = "in the last evaluation" if result.stopped else "after"
+        lines.append(f"validation loss {before}, {result.validation_loss:.4f} {when}")
     with contextlib.suppress(UsageError):  # a run whose files could not be written
         lines += lessons(read_run(config.run_dir))
     lines.append(f"next: megatron-snip report {shlex.quote(str(config.run_dir))}")

@@ -85,15 +85,6 @@ def test_input_that_a_rank_refuses_is_one_line(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_model_that_cannot_run_with_the_settings_is_bad_input(tmp_path: Path) -> None:
-    words = command(tmp_path / "run", snip={"enabled": True, "backend": "te"})
-    done = run_command(words, tmp_path)
-    assert done.returncode == 2
-    line = "megatron-snip: error: --snip-backend te runs Transformer Engine's linears, "
-    assert done.stderr.splitlines()[-1].startswith(line)
-
-
-@pytest.mark.slow
 def test_a_nan_loss_ends_the_run_and_keeps_the_last_checkpoint(tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text(NAN_AT_3)
     save = tmp_path / "checkpoints"
@@ -217,7 +208,8 @@ def test_a_stopped_rank_does_not_hold_up_the_end(
     assert front.returncode == 128 + signal.SIGINT
     if interrupts == 1:
         assert time.monotonic() - begin > ANSWER_S
-        assert errors == "megatron-snip: ended by SIGINT; no answer from rank 1\n"
+        text = "" if save else "; without --save nothing can be resumed"
+        assert errors == f"megatron-snip: ended by SIGINT; no answer from rank 1{text}\n"
     assert_all_gone(processes)
 
 

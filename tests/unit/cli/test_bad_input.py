@@ -56,11 +56,16 @@ BAD = {
         ("--config nowhere.yaml", "nowhere.yaml"),
         ("--save ''", "save: the path is empty"),
         ("--snip-plan-file ''", "plan_file: the path is empty"),
+        ("--snip --snip-backend te", "use --snip-backend simulate"),
+        (
+            "--snip-formats fp8 fp4",
+            "arguments: fp4 (a list has commas: fp8,fp4); see 'megatron-snip train",
+        ),
     ],
     "plan problem.json": [
         ("--target 1.5", "--target: must be less than or equal to 1, got '1.5'"),
         ("--target abc", "must be a valid number, got 'abc'; see 'megatron-snip plan"),
-        ("--pin =fp8", "--pin: '=fp8' is not of the form ...=OPTION"),
+        ("--pin =fp8", "--pin: '=fp8' is not GLOB=OPTION, e.g. 'decoder.layers.0.*=fp8'"),
         ("--pin 'encoder.*=fp8'", "no linear's name matches"),
         ("--first-layers x=fp8", "--first-layers: must be an integer from 0"),
         ("--change-penalty 2", "needs --previous"),
@@ -84,6 +89,7 @@ BAD = {
         ("three.json", "'three.json' is a plan, and a problem is wanted: problems/<iteration>"),
         ("list.jsonl", "problem file 'list.jsonl'"),
         ("none.json", "'none.json'"),
+        ("run", "'run' is a folder; name a file, such as a run's problems/<iteration>.json"),
     ],
     "pareto problem.json": [
         *((f"--targets '{text}'", "--targets") for text in TARGETS),

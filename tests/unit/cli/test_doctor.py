@@ -106,5 +106,5 @@ def test_a_command_names_the_package_that_cannot_be_imported(tmp_path: Path) -> 
     assert done.returncode == 1
     assert done.stderr == (
         "megatron-snip: cannot import numpy: OSError: libx.so.9: no such file; "
-        "'megatron-snip doctor' shows what is broken\n"
+        "install it again ('megatron-snip doctor' shows what else is broken)\n"
     )
