@@ -10,6 +10,7 @@ is compared with the measurement of all:
     spearman    rank correlation of these quality losses
     excess      quality loss of the plan at 75 %, by the measurement of all, over that of the plan
                 which that measurement gives, less 1
+    largest     share of the linear that has the largest quality loss by all
     seconds     forward and backward of the batch, so many of its microbatches measured
 
 A single microbatch with a large gradient can carry most of a linear's quality loss. If it is not
@@ -83,6 +84,7 @@ def judge(lab: Lab, num_microbatches: int) -> list[dict[str, Any]]:
     statistics, seconds_of_all = measure(lab, batches, num_microbatches)
     complete = divergences(statistics)
     wanted = quality_losses(complete)
+    largest = int(wanted.argmax())
 
     def cost_of_plan(table: DivergenceTable) -> float:
         """By the measurement of all, the quality loss of the plan that a table gives."""
@@ -91,7 +93,9 @@ def judge(lab: Lab, num_microbatches: int) -> list[dict[str, Any]]:
         return sum(options[name][own].quality_loss or 0.0 for name, own in plan.linears.items())
 
     least = cost_of_plan(complete)
-    rows: list[dict[str, Any]] = [{"measured": num_microbatches, "seconds": seconds_of_all}]
+    rows: list[dict[str, Any]] = []
+    share = float(wanted[largest] / wanted.sum())
+    rows.append({"measured": num_microbatches, "largest": share, "seconds": seconds_of_all})
     rows.append({"measured": 0, "seconds": measure(lab, batches, 0)[1]})
     for most in MEASURED:
         statistics, seconds = measure(lab, batches, most)
@@ -104,6 +108,7 @@ def judge(lab: Lab, num_microbatches: int) -> list[dict[str, Any]]:
                 "ratio": [float(ratio.min()), float(ratio.max())],
                 "spearman": float(spearmanr(found, wanted)[0]),
                 "excess": cost_of_plan(table) / least - 1.0,
+                "largest": float(found[largest] / found.sum()),
                 "seconds": seconds,
             }
         )
@@ -131,7 +136,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _show(rows: Sequence[dict[str, Any]]) -> None:
-    table = Table("iteration", "measured", "ratio", "spearman", "excess", "seconds")
+    table = Table("iteration", "measured", "ratio", "spearman", "excess", "largest", "seconds")
     for row in rows:
         cells = [str(row["iteration"]), str(row["measured"])]
         if "ratio" in row:
@@ -139,6 +144,7 @@ def _show(rows: Sequence[dict[str, Any]]) -> None:
             cells += [f"{low:.2f} to {high:.2f}", f"{row['spearman']:.3f}", f"{row['excess']:.2%}"]
         else:
             cells += ["", "", ""]
+        cells.append(f"{row['largest']:.2f}" if "largest" in row else "")
         table.add_row(*cells, f"{row['seconds']:.1f}")
     Console(width=100).print(table)
 

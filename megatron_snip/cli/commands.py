@@ -65,7 +65,7 @@ class Parser(argparse.ArgumentParser):
                 raise UsageError(f"unknown flag '{flag}'{hint}; see '{self.prog} --help'")
         found, rest = super().parse_known_args(args, namespace)
         if rest and self._subparsers is None:  # argparse itself would refer to the help of all
-            self.error(f"unrecognized arguments: {' '.join(rest)} (a list has commas: fp8,fp4)")
+            self.error(f"unrecognized arguments: {' '.join(rest)}")
         return found, rest
 
     def _print_message(self, message: str, file: Any = None) -> None:

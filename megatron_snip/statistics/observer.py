@@ -225,7 +225,7 @@ class StepObserver:
         )
         self._num_forwards[placement] += 1
         if not self._is_measured_on_any_rank(call):
-            return tap(output, lambda grad: self._sums.count(placement, call.num_tokens))
+            return tap(output, lambda _: self._count(call))
         with self._measuring():
             forward_scales = self._delayed(delayed_scales)
             kept = self._keep(call, input.detach())
@@ -266,6 +266,11 @@ class StepObserver:
                 yield
         finally:
             self.seconds += time.perf_counter() - begin
+
+    def _count(self, call: _Call) -> None:
+        """Count a backward of a linear that is not measured."""
+        with self._measuring():
+            self._sums.count(call.placement, call.num_tokens)
 
     def _is_measured_on_any_rank(self, call: _Call) -> bool:
         """Return whether any data rank measures this forward of a linear."""

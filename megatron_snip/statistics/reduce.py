@@ -99,7 +99,9 @@ def reduce_sums(
         sum_over(expert_rows, control)
 
     named = [dict(zip(layout.columns, row, strict=True)) for row in sums.statistics.tolist()]
-    in_batch = [BatchCounts(*numbers) for numbers in batch.tolist()]
+    # Parts of a microbatch, such as a third for each call of a layer that is repeated three times,
+    # add up to whole ones with rounding errors.
+    in_batch = [BatchCounts(round(count, 6), tokens) for count, tokens in batch.tolist()]
     # T of the equations. The experts of a layer multiply each token several times, or less often
     # where tokens are dropped. Linears that no backward reaches have none.
     pairs = zip(linears, in_batch, strict=True)

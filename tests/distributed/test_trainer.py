@@ -230,7 +230,8 @@ def test_a_signal_saves_and_the_same_command_resumes(
         "tensor_model_parallel_size": 1,
         "global_batch_size": 1,
         "hidden_dropout": 0.1,
-        "eval_iters": 0,
+        "eval_iters": 1,
+        "eval_interval": 60,
         "train_iters": 60,
     }
     (tmp_path / "a").mkdir()
@@ -248,6 +249,7 @@ def test_a_signal_saves_and_the_same_command_resumes(
         output, errors = front.communicate(timeout=TIMEOUT_S)
     assert (front.returncode, errors) == (SAVED_AND_STOPPED, "")
     assert f"stopped by {number.name}" in output and f"--load {save}" in output
+    assert "in the last evaluation" in output  # none came after the last iteration
     assert_all_gone(processes)
     again = run_command(words, tmp_path, OMP_NUM_THREADS="1")
     assert (again.returncode, again.stderr) == (0, "")

@@ -57,10 +57,7 @@ BAD = {
         ("--save ''", "save: the path is empty"),
         ("--snip-plan-file ''", "plan_file: the path is empty"),
         ("--snip --snip-backend te", "use --snip-backend simulate"),
-        (
-            "--snip-formats fp8 fp4",
-            "arguments: fp4 (a list has commas: fp8,fp4); see 'megatron-snip train",
-        ),
+        ("--snip-formats fp8 fp4", "unrecognized arguments: fp4; see 'megatron-snip train"),
     ],
     "plan problem.json": [
         ("--target 1.5", "--target: must be less than or equal to 1, got '1.5'"),

@@ -53,6 +53,11 @@ def test_installing_applying_and_removing(make_model: MakeModel) -> None:
     assert overridden(model) == [False] * 8
 
 
+def test_transformer_engine_cannot_run_megatron_s_own_linears(make_model: MakeModel) -> None:
+    with pytest.raises(UnsupportedError, match="is Megatron's own; use --transformer-impl"):
+        PlannedModel([make_model()], Topology(), seed=3, backend="te")
+
+
 class Operations(TorchDispatchMode):
     """Keeps the name of every operation, those of the backward included."""
 

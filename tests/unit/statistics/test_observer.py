@@ -122,6 +122,29 @@ def test_of_a_repeated_layer_complete_microbatches_are_measured(data_ranks: int)
     assert num_measuring == min(data_ranks, MOST_MICROBATCHES)
 
 
+def test_thirds_of_a_microbatch_add_up_to_whole_ones() -> None:
+    settings = MeasureSettings({"fp8": FORMATS["fp8"]}, STEP, SEED)
+    place = Placement("mtp.layers.0.mlp.linear_fc1", 0, "column", 128, 64, num_calls=3)
+    x, w = torch.ones(8, 128), torch.ones(64, 128, requires_grad=True)
+    observer = StepObserver(settings, Topology(), {})
+    for _ in range(3 * 128):
+        output = torch.nn.functional.linear(x, w)
+        observer.observe(place, x, w, output).sum().backward()
+    (row,) = observer.table([place.info], 1.0, None)[0].linears
+    assert (row.microbatches, row.tokens) == (128, 3 * 128 * 8)
+
+
+def test_counting_is_a_part_of_what_measuring_costs() -> None:
+    settings = MeasureSettings(FORMATS, STEP, SEED, names=frozenset())
+    observer = StepObserver(settings, Topology(), {})
+    x, w = torch.ones(8, 128), torch.ones(64, 128, requires_grad=True)
+    place = Placement("decoder.layers.0.mlp.linear_fc1", 0, "column", 128, 64)
+    output = observer.observe(place, x, w, torch.nn.functional.linear(x, w))
+    assert observer.seconds == 0
+    output.sum().backward()
+    assert observer.seconds > 0
+
+
 def test_microbatches_of_any_length_count_once() -> None:
     toy = Toy.make("column", microbatches=MOST_MICROBATCHES + 8, tokens=64)
     for i in range(MOST_MICROBATCHES, MOST_MICROBATCHES + 8):
