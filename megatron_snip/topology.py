@@ -62,6 +62,11 @@ class LinearInfo:
         """How often the linear multiplies each token: in several experts, or in several calls."""
         return self.flops_per_token / (6.0 * self.in_features * self.out_features)
 
+    @property
+    def is_of_experts(self) -> bool:
+        """Whether it is of a layer's experts; not of its shared ones, which all tokens pass."""
+        return ".experts." in self.name
+
 
 @dataclass(frozen=True)
 class Placement:

@@ -223,9 +223,9 @@ class StepObserver:
             output_is_split=output_is_split,
             prepare_input=prepare_input,
         )
+        if self.only_counts(placement):
+            return self.counted([placement], [call.num_tokens], output)
         self._num_forwards[placement] += 1
-        if not self._is_measured_on_any_rank(call):
-            return tap(output, lambda _: self._count(call))
         with self._measuring():
             forward_scales = self._delayed(delayed_scales)
             kept = self._keep(call, input.detach())
@@ -238,6 +238,38 @@ class StepObserver:
                 for fmt, scales in forward_scales.items():
                     delayed[fmt] = torch.cat([scales[:2], delayed[fmt][2:]])
                 self._measure(call, kept, flat, delayed)
+
+        return tap(output, on_backward)
+
+    def only_counts(self, placement: Placement) -> bool:
+        """Return whether no data rank measures the next forward of a linear."""
+        names = self._settings.names
+        if names is not None and placement.name not in names:
+            return True
+        # If a rank measures its microbatch, so does rank 0.
+        num_ranks = self._topology.data_axis(placement).size
+        nth = self._num_forwards[placement] // placement.num_calls
+        return not self._is_measured(nth * num_ranks, num_ranks)
+
+    def counted(
+        self, placements: Sequence[Placement], num_tokens: Sequence[int], output: Tensor
+    ) -> Tensor:
+        """Return `output`, with a tap that counts a forward and measures nothing.
+
+        Args:
+            placements: the linears whose GEMMs gave the output; several for grouped experts.
+            num_tokens: the number of tokens of each.
+            output: what the GEMMs gave.
+        """
+        if not (torch.is_grad_enabled() and output.requires_grad):
+            return output
+        for placement in placements:
+            self._num_forwards[placement] += 1
+
+        def on_backward(_: Tensor) -> None:
+            with self._measuring():
+                for placement, count in zip(placements, num_tokens, strict=True):
+                    self._sums.count(placement, count)
 
         return tap(output, on_backward)
 
@@ -262,25 +294,10 @@ class StepObserver:
         try:
             # `--cpu` inspects every call of torch, to redirect those that name CUDA. No call here
             # does, so the inspection is skipped.
-            with torch.no_grad(), torch._C.DisableTorchFunction():
+            with torch._C.DisableTorchFunction(), torch.no_grad():
                 yield
         finally:
             self.seconds += time.perf_counter() - begin
-
-    def _count(self, call: _Call) -> None:
-        """Count a backward of a linear that is not measured."""
-        with self._measuring():
-            self._sums.count(call.placement, call.num_tokens)
-
-    def _is_measured_on_any_rank(self, call: _Call) -> bool:
-        """Return whether any data rank measures this forward of a linear."""
-        names = self._settings.names
-        if names is not None and call.placement.name not in names:
-            return False
-        # If a rank measures its microbatch, so does rank 0.
-        num_ranks = self._topology.data_axis(call.placement).size
-        microbatch_of_rank_0 = call.num_earlier // call.placement.num_calls * num_ranks
-        return self._is_measured(microbatch_of_rank_0, num_ranks)
 
     def _keep(self, call: _Call, input: Tensor) -> _Kept:
         """Keep what the backward needs of a linear's input."""

@@ -74,7 +74,8 @@ def reduce_sums(
     num_experts = maxima[:, -1]
     try:
         _fill(rows, own.rows, names)
-        _fill(batch, own.counts, names)
+        own_counts = {n: torch.tensor(c, dtype=torch.float64) for n, c in own.counts.items()}
+        _fill(batch, own_counts, names)
         _fill(sums.norms, norms(), names)
         _fill(amax, own.amax, names)
         for name, expert in own.experts:  # with a row of expert 3, a linear has 4 or more
@@ -102,10 +103,7 @@ def reduce_sums(
     # Parts of a microbatch, such as a third for each call of a layer that is repeated three times,
     # add up to whole ones with rounding errors.
     in_batch = [BatchCounts(round(count, 6), tokens) for count, tokens in batch.tolist()]
-    # T of the equations. The experts of a layer multiply each token several times, or less often
-    # where tokens are dropped. Linears that no backward reaches have none.
-    pairs = zip(linears, in_batch, strict=True)
-    batch_tokens = max((total.tokens / info.calls_per_token for info, total in pairs), default=0.0)
+    batch_tokens = _batch_tokens(linears, in_batch)
     decoded = []
     for info, row, total in zip(linears, named, in_batch, strict=True):
         decoded.append(
@@ -136,6 +134,23 @@ def _fill(table: Tensor, rows: Mapping[K, Tensor], keys: Sequence[K]) -> None:
         table[[index[key] for key in rows]] = torch.stack(list(rows.values())).cpu()
 
 
+def _batch_tokens(linears: Sequence[LinearInfo], counts: Sequence[BatchCounts]) -> float:
+    """Return the number of tokens of the batch, T of the equations.
+
+    Experts do not tell: they may drop tokens, and their rows may be padded. They are asked only
+    where no backward reaches another linear, which then has counted no tokens.
+    """
+    of_experts = 0.0
+    of_dense = 0.0
+    for info, own in zip(linears, counts, strict=True):
+        tokens = own.tokens / info.calls_per_token
+        if info.is_of_experts:
+            of_experts = max(of_experts, tokens)
+        else:
+            of_dense = max(of_dense, tokens)
+    return of_dense or of_experts
+
+
 def _linear_statistics(
     info: LinearInfo,
     row: Mapping[str, float],
@@ -156,6 +171,8 @@ def _linear_statistics(
         batch_tokens: tokens of the batch, T in the equations.
     """
     measured = row["microbatches"] or 1.0  # without measured microbatches all sums are 0
+    # Of experts it may be that tokens came only after the measured microbatches.
+    is_measured = row["microbatches"] > 0 and (row["tokens"] > 0 or counts.tokens == 0)
     expansion = counts.tokens / row["tokens"] if row["tokens"] else 1.0
 
     def scaled(name: str) -> float:
@@ -169,9 +186,8 @@ def _linear_statistics(
 
     base: dict[str, Any] = {column: scaled(column) for column in BASE_COLUMNS}
     # So far `microbatches` and `tokens` count what was measured; from here on all of the batch.
-    # They stay 0 where nothing was measured.
-    if row["microbatches"]:
-        base |= counts._asdict()
+    # Where nothing was measured they are 0.
+    base |= (counts if is_measured else BatchCounts(0.0, 0.0))._asdict()
     # Without moments the gradient stands for the update.
     update_square = base["update_square"] or base["wgrad_square"] or 1.0
     by_format = {}

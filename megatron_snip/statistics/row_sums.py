@@ -43,14 +43,14 @@ class RankSums:
             zeros: `reduce_sums` fills them in.
         amax: The largest magnitudes of X, W and G, FP32 [3], by the linear's name.
         experts: The row of each expert (`RowLayout.expert_row`), FP64, by linear name and expert.
-        counts: This rank's part of the `BatchCounts` of each linear, FP64 [2], by its name.
+        counts: This rank's part of each linear's counts, by the linear's name.
         failure: The first error, in one line, or None.
     """
 
     rows: dict[str, Tensor] = field(default_factory=dict)
     amax: dict[str, Tensor] = field(default_factory=dict)
     experts: dict[tuple[str, int], Tensor] = field(default_factory=dict)
-    counts: dict[str, Tensor] = field(default_factory=dict)
+    counts: dict[str, BatchCounts] = field(default_factory=dict)
     failure: str | None = None
 
     def record_failure(self, error: Exception, where: str = "") -> None:
@@ -102,8 +102,10 @@ class RowSums:
         topology = self._topology
         num_ranks = topology.data_axis(placement).size * topology.context
         microbatches = topology.data.size / num_ranks / placement.num_calls
-        counts = BatchCounts(microbatches, num_tokens)
-        _add_to(self.own.counts, placement.name, torch.tensor(counts, dtype=torch.float64))
+        before = self.own.counts.get(placement.name, BatchCounts(0.0, 0.0))
+        self.own.counts[placement.name] = BatchCounts(
+            before.microbatches + microbatches, before.tokens + num_tokens
+        )
 
     def add_amax(self, placement: Placement, amax: Tensor) -> None:
         """Keep the largest magnitudes of X, W and G, FP32 [3]."""

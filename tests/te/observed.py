@@ -23,6 +23,9 @@ class Keeper:
     def __init__(self) -> None:
         self.seen: Seen = defaultdict(list)
 
+    def only_counts(self, placement: Placement) -> bool:
+        return False
+
     def observe(
         self,
         placement: Placement,

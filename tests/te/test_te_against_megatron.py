@@ -7,13 +7,18 @@ a refresh agree too, on ranks that share tokens and weights, is tested with the 
 tests/distributed/test_te.py.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
 from megatron.core.models.gpt import GPTModel
 
+from megatron_snip.formats import get_format
 from megatron_snip.linears.model import PlannedModel
+from megatron_snip.statistics.observer import StepObserver
+from megatron_snip.statistics.sample import MOST_MICROBATCHES, MeasureSettings
+from megatron_snip.topology import Placement, Topology
 from tests.models import (
     EXPERTS,
     FP32,
@@ -96,6 +101,32 @@ def test_experts_without_tokens_show_no_rows(grouped: bool) -> None:
             each = [te[instance] for instance in te if instance.startswith(prefix)]
             sizes = sorted(tuple(len(x) for x, _, _ in microbatches) for microbatches in each)
             assert sizes == [(0, 0), (0, 0), (32, 32), (32, 32)]
+
+
+class CountingObserver(StepObserver):
+    """Notes how many experts share a tap that only counts."""
+
+    def counted(
+        self, placements: Sequence[Placement], num_tokens: Sequence[int], output: torch.Tensor
+    ) -> torch.Tensor:
+        self.shared = len(placements)
+        return super().counted(placements, num_tokens, output)
+
+
+@pytest.mark.parametrize("grouped", [False, True])
+def test_experts_that_are_only_counted_share_one_tap_if_they_are_grouped(grouped: bool) -> None:
+    model = build(grouped=grouped, **FP32, **EXPERTS)
+    under = planned(model)
+    observer = CountingObserver(MeasureSettings({"fp8": get_format("fp8")}, 1, 0), Topology(), {})
+    with under.runtime.observed_by(observer):
+        losses(model, MOST_MICROBATCHES + 2)
+    assert observer.shared == (4 if grouped else 1)
+    table, _ = observer.table(under.all_linears, 1.0, None)
+    by_name = {row.name: row for row in table.linears}
+    qkv = by_name["decoder.layers.0.self_attention.linear_qkv"]
+    fc2 = by_name["decoder.layers.1.mlp.experts.linear_fc2"]
+    assert fc2.microbatches == 4 * (MOST_MICROBATCHES + 2)  # once for every expert
+    assert fc2.tokens == 2 * qkv.tokens  # each token has two experts
 
 
 GRADIENT_RTOL = 1e-2

@@ -92,8 +92,14 @@ def _tapped(linear: ObservedTELinear, observer: StepObserver, x: Tensor, output:
 def _tapped_experts(
     linear: ObservedTELinear, observer: StepObserver, x: Tensor, m_splits: Any, output: Tensor
 ) -> Tensor:
-    """Return the output of grouped experts, with a tap on each; an expert may have zero rows."""
+    """Return the output of grouped experts, with a tap on each; an expert may have zero rows.
+
+    Where the forward is only counted there is one tap for all experts: to split the output and to
+    join it again would copy it.
+    """
     sizes = expert_sizes(m_splits)
+    if observer.only_counts(linear.placements[0]):  # so it is for each expert: they run together
+        return observer.counted(linear.placements, sizes, output)
     inputs = torch.split(x, sizes)
     outputs = torch.split(output, sizes)
     weights = _observed_weights(linear)

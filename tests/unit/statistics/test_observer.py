@@ -213,6 +213,36 @@ def test_the_tokens_of_the_batch_are_those_of_linears_that_are_not_measured_as_w
     assert fisher(frozenset([expert.name])) == fisher(None) > 0
 
 
+def test_rows_that_pad_experts_are_no_tokens_of_the_batch() -> None:
+    """`--moe-pad-expert-input-to-capacity` gives experts more rows than there are tokens."""
+    dense = Placement("decoder.layers.0.self_attention.linear_qkv", 0, "column", 128, 64)
+    expert = Placement("decoder.layers.0.mlp.experts.linear_fc1", 0, "column", 128, 64, expert=0)
+    x, w = torch.randn(96, 128), torch.randn(64, 128, requires_grad=True)
+
+    def fisher(of_expert: torch.Tensor) -> float:
+        observer = StepObserver(MeasureSettings(FORMATS, STEP, SEED), Topology(), {})
+        for place, rows in ((dense, x), (expert, of_expert)):
+            output = torch.nn.functional.linear(rows, w)
+            observer.observe(place, rows, w, output).sum().backward()
+        table, _ = observer.table([dense.info, expert.info], 1.0, None)
+        return table.linears[0].formats["fp4"].fisher
+
+    padded = torch.cat([x, torch.zeros(160, 128)])
+    assert fisher(padded) == fisher(x) > 0
+
+
+def test_experts_without_tokens_while_they_are_measured_count_as_not_measured() -> None:
+    observer = StepObserver(MeasureSettings(FORMATS, STEP, SEED), Topology(), {})
+    place = Placement("decoder.layers.0.mlp.experts.linear_fc1", 0, "column", 128, 64, expert=0)
+    w = torch.randn(64, 128, requires_grad=True)
+    for i in range(MOST_MICROBATCHES + 1):
+        rows = torch.randn(8 if i == MOST_MICROBATCHES else 0, 128)
+        output = torch.nn.functional.linear(rows, w)
+        observer.observe(place, rows, w, output).sum().backward()
+    (row,) = observer.table([place.info], 1.0, None)[0].linears
+    assert (row.microbatches, row.tokens, row.input_square) == (0, 0, 0)
+
+
 def test_errors_of_wgrad_add_as_squares_over_microbatches() -> None:
     """Against the error of the summed gradient by brute force; 2,048 errors scatter by 5 %."""
     toy = Toy.make("column", microbatches=8, tokens=256)
