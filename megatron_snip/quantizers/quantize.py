@@ -99,6 +99,7 @@ def rotated_amax(x: Tensor, fmt: Format) -> Tensor:
 
 
 @lru_cache(maxsize=8)
+@torch.inference_mode(False)  # a measurement may ask first, and training takes the same tensor
 def hadamard_matrix(size: int, device: torch.device) -> Tensor:
     """Return R = H D: [size, size], FP32; the same on every device; size is a power of two."""
     rows = torch.ones(1, 1, device=device)

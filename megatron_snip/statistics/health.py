@@ -37,6 +37,7 @@ from megatron_snip.statistics.rows import (
     OPERAND_SUMS,
     LinearSums,
 )
+from megatron_snip.statistics.sample import to_device
 from megatron_snip.types import Gemm, Operand
 
 LOWEST_LOG2 = -96
@@ -144,11 +145,11 @@ def health_sums(counts: Sequence[OperandCounts], squares: Tensor) -> Tensor:
     scales = [each.scales[f] for each, f in by_format]
     bins = _log2_counts([*scales, *((each.magnitudes, each.magnitudes) for each in counts)])
     # The operands before quantization come after the last format.
+    num_elements = torch.tensor([each.num_elements for each in counts])
+    zeroed = torch.stack([each.zeroed[f] for each, f in by_format])
     heads = torch.zeros((len(bins), ERROR_SUMS), device=squares.device)
     heads[:, 0] = squares.flatten()
-    heads[: len(by_format), 1] = torch.stack([each.zeroed[f] for each, f in by_format])
-    for i, each in enumerate(counts, start=len(by_format)):
-        heads[i, 1].fill_(each.num_elements)  # an assignment would wait for the device
+    heads[:, 1] = torch.cat([zeroed, to_device(squares.device, num_elements)])
     for i, (each, f) in enumerate(by_format):
         number = each.saturated[f]
         if number is not None:
@@ -170,9 +171,10 @@ def _log2_counts(pairs: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
     counted = (magnitudes > 0) & (numbers > 0) & (numbers < math.inf)
     # frexp has mantissas in [0.5, 1): its exponent is floor(log2) + 1.
     index = torch.frexp(numbers).exponent.sub_(1 + LOWEST_LOG2).clamp_(0, NUM_BINS - 1)
-    sizes = [number.numel() for number, _ in pairs]
-    for i, part in enumerate(torch.split(index, sizes)):
-        part.add_(i * NUM_BINS)
+    # The bins of the pairs stand one behind the other.
+    sizes = torch.tensor([number.numel() for number, _ in pairs])
+    first_bins = torch.arange(len(pairs), dtype=torch.int32).mul_(NUM_BINS)
+    index += to_device(index.device, first_bins.repeat_interleave(sizes))
     bins = numbers.new_zeros(len(pairs) * NUM_BINS, dtype=torch.float32)
     return bins.index_add_(0, index, counted.float()).view(len(pairs), NUM_BINS)
 
