@@ -115,7 +115,7 @@ NO_RANDOM = PhiloxArguments(0, (1, 1, 1, 0), NEAREST)
 """Round to nearest even."""
 
 
-_SCALES = (
+SCALES = (
     ScaleType.FP32,
     ScaleType.E8M0,
     ScaleType.E4M3,
@@ -123,7 +123,7 @@ _SCALES = (
     ScaleType.TENSOR,
     ScaleType.DELAYED,
 )
-"""`TileSpec.scale` is the place here; `kernels/quantize.py` has names for them."""
+"""`TileSpec.scale` is the place here. The kernels ask for what comes before and after a place."""
 
 
 class TileSpec(NamedTuple):
@@ -135,7 +135,7 @@ class TileSpec(NamedTuple):
         min_power_bits: FP32 bits of the smallest normal power of two.
         anchor: 1.5 * 2^(23 - mantissa bits), which rounds to nearest.
         noise: 2^(-32 - mantissa bits), which scales a random number of 32 bits to one step.
-        scale: The place of the type of scale in `_SCALES`.
+        scale: The place of the type of scale in `SCALES`.
         tile_rows: Number of rows of a tile.
         tile_cols: Number of columns of a tile.
         mode: See `PhiloxArguments`.
@@ -165,7 +165,7 @@ def tile_spec(fmt: Format, block: Block, random: PhiloxArguments) -> TileSpec:
         min_power_bits=(element.min_exponent + 127) << 23,
         anchor=1.5 * 2.0 ** (23 - element.mantissa_bits),
         noise=2.0 ** (-32 - element.mantissa_bits),
-        scale=_SCALES.index(fmt.scale),
+        scale=SCALES.index(fmt.scale),
         tile_rows=tile_rows,
         tile_cols=tile_cols,
         mode=random.mode,

@@ -26,16 +26,19 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-# `TileSpec.scale`: the place of the type of scale in `launch._SCALES`. Those from _E4M3 on need a
-# number of the entire tensor, those from _TENSOR on have one scale for it.
-_E8M0 = tl.constexpr(1)
-_E4M3 = tl.constexpr(2)
-_E4M3_TE = tl.constexpr(3)
-_TENSOR = tl.constexpr(4)
-# `TileSpec.mode`, as in launch.py.
-_NEAREST = tl.constexpr(0)
-_UNSHARDED = tl.constexpr(1)
-_UNALIGNED = tl.constexpr(3)
+from megatron_snip.formats import ScaleType
+from megatron_snip.kernels.launch import NEAREST, SCALES, UNALIGNED, UNSHARDED
+
+# `TileSpec.scale`. Those from _E4M3 on need a number of the entire tensor, those from _TENSOR on
+# have one scale for it.
+_E8M0 = tl.constexpr(SCALES.index(ScaleType.E8M0))
+_E4M3 = tl.constexpr(SCALES.index(ScaleType.E4M3))
+_E4M3_TE = tl.constexpr(SCALES.index(ScaleType.E4M3_TE))
+_TENSOR = tl.constexpr(SCALES.index(ScaleType.TENSOR))
+# `TileSpec.mode`.
+_NEAREST = tl.constexpr(NEAREST)
+_UNSHARDED = tl.constexpr(UNSHARDED)
+_UNALIGNED = tl.constexpr(UNALIGNED)
 _EXPONENT = tl.constexpr(0x7F800000)
 _INF = tl.constexpr(float("inf"))
 _STORED_MIN = tl.constexpr(2.0**-6)

@@ -3,6 +3,7 @@
 A threshold is MEASURE>X or MEASURE<X, such as `underflow>0.3` or `sqnr_db<20`.
 """
 
+import math
 import re
 from collections.abc import Iterable
 from typing import Literal, NamedTuple, cast, get_args
@@ -52,7 +53,7 @@ def parse_thresholds(texts: Iterable[str]) -> tuple[AlertThreshold, ...]:
     found: dict[str, AlertThreshold] = {}
     for given in texts:
         match = _THRESHOLD.fullmatch(given)
-        if match is None:
+        if match is None or not math.isfinite(float(match[3])):
             first_word = re.split(r"\W", given)[0]
             is_misspelled = first_word != "" and first_word not in _MEASURES
             hint = did_you_mean(first_word, _MEASURES) if is_misspelled else ""

@@ -78,6 +78,6 @@ def _log(logger: logging.Logger, what: str, line: str, with_traceback: bool) -> 
 
 
 def forget_warnings() -> None:
-    """Let every message be logged again (in-process restart, tests)."""
+    """Let every message be logged again; for tests."""
     warn_once.cache_clear()
     _logged.clear()

@@ -164,7 +164,7 @@ def snip_config(args: argparse.Namespace, given: Mapping[str, Any] | SnipConfig)
     if not config.enabled:
         return config
     given_args = argparse.Namespace(**{**vars(args), f"{DEST}backend": config.backend})
-    config = _restricted(config, check_flags(given_args, config.collect_only))
+    config = _restricted(config, check_flags(given_args))
     from megatron_snip.planning.policies import get_policy
 
     with naming_field("policy"):
@@ -243,7 +243,8 @@ def _values(given: Mapping[str, Any]) -> dict[str, Any]:
     if path is not None:
         try:
             values = read_yaml(Path(path))
-            make_config(values)
+            config = make_config(values)
         except UsageError as error:
             raise UsageError(f"'{path}': {error}", field="config") from None
+        values["enabled"] = config.enabled  # YAML may have it in quotes: "false"
     return values | given_values(argparse.Namespace(**given), SnipConfig, PREFIX)

@@ -71,7 +71,6 @@ FAST_FLAGS: tuple[FlagRow, ...] = (
         "--cuda-graph-impl local",
         lambda args: _cuda_graphs(args) == "local",
         plans="refuses",
-        collects="refuses",
         text="SNIP cannot drop these graphs of single layers, and hooks of their layers do not run",
         remedy="use --cuda-graph-impl transformer_engine or full_iteration",
     ),

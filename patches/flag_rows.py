@@ -21,10 +21,10 @@ class FlagRow:
     Attributes:
         flag: the setting, as users write it.
         is_on: whether Megatron's namespace has it; a missing attribute is off.
-        plans: what a run with plans does under it.
+        plans: what a run with plans does under it. A run that only measures is refused where that
+            one is.
         text: how SNIP runs under it, or why not; a clause that follows `flag: `.
         num_recipes: how many of the published recipes in tests/recipes have it.
-        collects: what `--snip-collect-only` does under it: `runs` or `refuses`.
         remedy: what to do instead of a flag that is refused, as an imperative.
     """
 
@@ -33,19 +33,14 @@ class FlagRow:
     plans: Effect
     text: str
     num_recipes: int = 0
-    collects: Effect = "runs"
     remedy: str = "drop it"
 
-    def refusal(self, collect_only: bool) -> str | None:
-        """Return one line why SNIP cannot run with it, or None."""
+    @property
+    def refusal(self) -> str | None:
+        """One line why SNIP cannot run with it; None if it can."""
         if self.plans != "refuses":
             return None
-        if collect_only and self.collects != "refuses":
-            return None
-        advice = self.remedy
-        if self.collects != "refuses":
-            advice += ", or add --snip-collect-only"
-        return f"--snip cannot run with {self.flag}: {self.text}; {advice}"
+        return f"--snip cannot run with {self.flag}: {self.text}; {self.remedy}"
 
 
 def given(*names: str) -> Callable[[Namespace], bool]:

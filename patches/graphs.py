@@ -214,10 +214,11 @@ class Graphs:
         An evaluation or a checkpoint gathers them and notes that in Python, for the next forward.
         A replay does not clear the note, so a later forward would run on old parameters.
         """
+        from megatron_snip.linears.te.gathered_weights import bucket_groups
+
         for chunk in self.model.chunks:
-            for name in ("bucket_groups", "expert_parallel_bucket_groups"):
-                for group in getattr(chunk, name, ()):
-                    group.param_gather_dispatched = False
+            for group in bucket_groups(chunk):
+                group.param_gather_dispatched = False
 
     def _num_changed(self, helper: Any) -> int:
         """Return how many linears have changed since the helper captured them.

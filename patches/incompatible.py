@@ -62,7 +62,6 @@ INCOMPATIBLE_FLAGS: tuple[FlagRow, ...] = (
         "--transformer-impl transformer_engine (Megatron's default)",
         _te_is_missing,
         plans="refuses",
-        collects="refuses",
         text="Transformer Engine cannot be imported",
         remedy="install it, or give --transformer-impl local",
     ),
@@ -70,7 +69,6 @@ INCOMPATIBLE_FLAGS: tuple[FlagRow, ...] = (
         "--fp16",
         given("fp16"),
         plans="refuses",
-        collects="refuses",
         text="SNIP measures and quantizes BF16 and FP32 tensors",
         remedy="use --bf16",
     ),
@@ -78,7 +76,6 @@ INCOMPATIBLE_FLAGS: tuple[FlagRow, ...] = (
         "--(expert-)tensor-parallel-num-weight-shards or --gtp-weight-remat-size above 1",
         _shards_weights,
         plans="refuses",
-        collects="refuses",
         text="weights are gathered inside the GEMM, and SNIP sees only a shard",
         remedy="set it to 1",
     ),
@@ -86,14 +83,12 @@ INCOMPATIBLE_FLAGS: tuple[FlagRow, ...] = (
         "--moe-use-grouped-tensor or --moe-single-grouped-weight",
         given("moe_use_grouped_tensor", "moe_single_grouped_weight"),
         plans="refuses",
-        collects="refuses",
         text="the rows of experts are padded or their weights are one tensor",
     ),
     FlagRow(
         "--moe-dispatch-fwd-dtype or --moe-combine-bwd-dtype mxfp8",
         _sends_quantized_tokens,
         plans="refuses",
-        collects="refuses",
         text="experts get tokens or gradients that are quantized before they are sent, which only "
         "fused operations read",
         remedy="set both to bf16",
@@ -103,7 +98,6 @@ INCOMPATIBLE_FLAGS: tuple[FlagRow, ...] = (
         "0.19, --moe-expert-rank-capacity-factor in 0.20)",
         _has_static_nccl_ep,
         plans="refuses",
-        collects="refuses",
         text="a measured iteration needs buffers without left-over rows, and another NCCL group "
         "for them",
         remedy="drop the static shapes, or use hybridep",
@@ -112,7 +106,6 @@ INCOMPATIBLE_FLAGS: tuple[FlagRow, ...] = (
         "--hybrid-context-parallel",
         given("hybrid_context_parallel"),
         plans="refuses",
-        collects="refuses",
         text="microbatches differ in length and number, so gradients cannot be scaled to the "
         "batch's",
     ),
@@ -120,14 +113,12 @@ INCOMPATIBLE_FLAGS: tuple[FlagRow, ...] = (
         "kitchen (--kitchen-config-file, --kitchen-recipe-number) or ModelOpt (--modelopt-enabled)",
         given("kitchen_config_file", "kitchen_recipe_number", "modelopt_enabled"),
         plans="refuses",
-        collects="refuses",
         text="it chooses the precision of the same linears",
     ),
     FlagRow(
         "--perform-rl-step",
         given("perform_rl_step"),
         plans="refuses",
-        collects="refuses",
         text="rollouts and training would run the same model under different plans",
         remedy="train without RL",
     ),
@@ -135,7 +126,6 @@ INCOMPATIBLE_FLAGS: tuple[FlagRow, ...] = (
         "peft (LoRA, DoRA)",
         given("peft"),
         plans="refuses",
-        collects="refuses",
         text="adapters wrap the linears, and what they wrap is not trained",
         remedy="train all weights",
     ),
@@ -143,7 +133,6 @@ INCOMPATIBLE_FLAGS: tuple[FlagRow, ...] = (
         "distillation (a teacher in Megatron-Bridge's model)",
         given("teacher"),
         plans="refuses",
-        collects="refuses",
         text="linears of the teacher run in the same iteration and are not trained",
         remedy="train without a teacher",
     ),
@@ -151,7 +140,6 @@ INCOMPATIBLE_FLAGS: tuple[FlagRow, ...] = (
         "dist.use_decentralized_pg (Megatron-Bridge)",
         given("use_decentralized_pg"),
         plans="refuses",
-        collects="refuses",
         text="statistics are reduced over Megatron-Core's process groups, and it makes others",
         remedy="set it to false",
     ),
@@ -159,7 +147,6 @@ INCOMPATIBLE_FLAGS: tuple[FlagRow, ...] = (
         "tensor_inspect (nvidia-dlfw-inspect)",
         _inspects_tensors,
         plans="refuses",
-        collects="refuses",
         text="its features can change or switch off the quantization of a linear, and SNIP does "
         "not see that",
         remedy="turn it off; SNIP writes statistics of each linear's tensors (health/)",
@@ -168,7 +155,6 @@ INCOMPATIBLE_FLAGS: tuple[FlagRow, ...] = (
         "--megatron-fsdp-version 2",
         lambda args: getattr(args, "megatron_fsdp_version", 1) == 2,
         plans="refuses",
-        collects="refuses",
         text="a rank's part of the optimizer's state is not one range of rows, as SNIP reads it",
         remedy="use version 1",
     ),
@@ -176,7 +162,6 @@ INCOMPATIBLE_FLAGS: tuple[FlagRow, ...] = (
         "--exp-avg-dtype or --exp-avg-sq-dtype fp16 or fp8",
         _scaled_moments,
         plans="refuses",
-        collects="refuses",
         text="SNIP reads the optimizer's moments, and these are stored scaled",
         remedy="use fp32 or bf16",
     ),
@@ -198,20 +183,18 @@ those of a TEFusedMLP are, would compute another MLP.
 """
 
 
-def check_flags(args: Namespace, collect_only: bool) -> tuple[FlagRow, ...]:
+def check_flags(args: Namespace) -> tuple[FlagRow, ...]:
     """Return the rows of Megatron's settings that hold, in the order of the tables.
 
     Args:
         args: Megatron's namespace.
-        collect_only: whether the run only measures.
 
     Raises:
         UnsupportedError: a line for each setting that SNIP cannot run with: the flag, the reason
             and the remedy.
     """
     active = tuple(row for row in (*INCOMPATIBLE_FLAGS, *FAST_FLAGS) if row.is_on(args))
-    lines = [row.refusal(collect_only) for row in active]
-    refusals = [line for line in lines if line is not None]
+    refusals = [row.refusal for row in active if row.refusal is not None]
     if refusals:
         raise UnsupportedError(*refusals)
     return active

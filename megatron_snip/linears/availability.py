@@ -16,6 +16,7 @@ from torch.distributed import ProcessGroup
 
 from megatron_snip.collectives import any_rank, gather_json
 from megatron_snip.config import AUTO, SIMULATED_FORMATS, SnipConfig
+from megatron_snip.divergence.quality_loss import unmeasured_problem
 from megatron_snip.errors import UnsupportedError
 from megatron_snip.linears.model import PlannedModel
 from megatron_snip.linears.te.gathered_weights import gathers_exact
@@ -36,6 +37,7 @@ from megatron_snip.planning.calibration import CalibrationTable, with_seconds
 from megatron_snip.planning.problem import PlanningProblem
 from megatron_snip.planning.restrictions import Refusals, reasons, restrict_problem
 from megatron_snip.quantizers.stored import is_quantized
+from megatron_snip.topology import LinearInfo
 
 logger = logging.getLogger(__name__)
 
@@ -186,6 +188,12 @@ class AvailableOptions:
     job: Mapping[str, Option] = field(default_factory=dict)
     ties: tuple[tuple[str, ...], ...] = ()
     lowest_format: str = "bf16"
+
+    def problem_without_measurements(
+        self, linears: Sequence[LinearInfo], target: float
+    ) -> PlanningProblem:
+        """Return the problem before any measurement: all quality losses are 0."""
+        return self.restrict(unmeasured_problem(linears, self.options, self.lowest_format, target))
 
     def restrict(self, problem: PlanningProblem) -> PlanningProblem:
         """Return a problem with what each linear can run, and with seconds if there are any."""

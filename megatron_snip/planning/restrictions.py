@@ -57,7 +57,7 @@ def nearest_option(option: Option, candidates: Iterable[Option]) -> Option:
     def is_no_lower(other: Option) -> bool:
         return all(bits >= least for bits, least in zip(bits_of(other), wanted, strict=True))
 
-    return min(filter(is_no_lower, options), key=lambda other: sum(bits_of(other)))
+    return min(filter(is_no_lower, options), key=lambda other: other.bits)
 
 
 def reasons(refused: Mapping[str, str]) -> str:

@@ -1,8 +1,7 @@
 """Events that the controller reports, and the writers that record them.
 
-Within an iteration the order is: `PlanApplied`, `Measurement`, `Notice` where something unusual
-happened, and `Metrics` at the end. `Settings` comes before all of them, if at all. Iterations are
-Megatron's (1-based).
+Within an iteration `Settings` comes first, if at all, and `Metrics` last. A `Notice` tells of
+something unusual before or after it is done. Iterations are Megatron's (1-based).
 """
 
 import logging

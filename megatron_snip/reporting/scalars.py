@@ -28,6 +28,8 @@ import time
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
+from megatron_snip.config import AUTO
+from megatron_snip.options import formats_in
 from megatron_snip.reporting.events import (
     Event,
     Measurement,
@@ -56,7 +58,8 @@ class ScalarSeries:
         self._uniform_loss = 1.0 + float(config.get("weight_lambda", 0.0))
         self._left_out = frozenset(left_out)
         # Formats that have a series: those of the settings and of all plans so far.
-        self._formats: set[str] = set(config.get("formats", ()))
+        entries = [entry for entry in config.get("formats", ()) if entry != AUTO]
+        self._formats = set(formats_in(entries))
         self._last_refresh: float | None = None  # seconds; before a refresh, of the first event
         self._failed = 0
         self._guarded = 0

@@ -9,7 +9,6 @@ import math
 from collections.abc import Sequence
 
 from megatron_snip.config import SnipConfig
-from megatron_snip.divergence.quality_loss import unmeasured_problem
 from megatron_snip.errors import InfeasiblePlanError, UsageError, listing, naming_field
 from megatron_snip.linears.availability import AvailableOptions
 from megatron_snip.options import BF16, Option
@@ -22,14 +21,6 @@ from megatron_snip.planning.settings import PlanSettings
 from megatron_snip.planning.ties import TIED, merged
 from megatron_snip.topology import LinearInfo
 from megatron_snip.types import glob_matches, has_wildcards
-
-
-def problem_without_measurements(
-    linears: Sequence[LinearInfo], available: AvailableOptions, target: float
-) -> PlanningProblem:
-    """Return the problem before any measurement: all quality losses are 0."""
-    problem = unmeasured_problem(linears, available.options, available.lowest_format, target)
-    return available.restrict(problem)
 
 
 def check_settings(problem: PlanningProblem, config: SnipConfig, settings: PlanSettings) -> None:
@@ -187,7 +178,7 @@ def _best_target(
 
     None if they reach the target of the settings.
     """
-    problem = problem_without_measurements(linears, available, config.efficiency_target)
+    problem = available.problem_without_measurements(linears, config.efficiency_target)
     settings = PlanSettings(**config.planning_values()).model_copy(update={"pins": ()})
     try:
         check_constraints(problem, settings)

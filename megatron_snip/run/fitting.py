@@ -21,7 +21,7 @@ from megatron_snip.linears.model import PlannedModel
 from megatron_snip.options import BF16, Option
 from megatron_snip.planning.plan import PrecisionPlan, StageAndFlops, assigned_plan
 from megatron_snip.planning.problem import LinearChoices, OptionCost, PlanningProblem, parse_option
-from megatron_snip.planning.restrictions import Refusals, bits_of, nearest_option, reasons
+from megatron_snip.planning.restrictions import Refusals, nearest_option, reasons
 from megatron_snip.planning.ties import TIED
 from megatron_snip.run.solve import PendingProblem
 
@@ -135,7 +135,7 @@ class Fitting:
             options = dict.fromkeys(linears[name] for name in names)
             if len(options) == 1:
                 continue
-            finest = max(options, key=lambda option: sum(bits_of(option)))
+            finest = max(options, key=lambda option: option.bits)
             candidates = (*options, *self._available.options)
             can_run = [o for o in candidates if not any(n in refusals[o] for n in names)]
             new = nearest_option(finest, can_run)

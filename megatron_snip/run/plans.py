@@ -37,7 +37,6 @@ from megatron_snip.planning.problem import PlanningProblem
 from megatron_snip.planning.settings import PlanSettings
 from megatron_snip.run.feasibility import (
     check_settings,
-    problem_without_measurements,
     reachable_target,
     runnable_pins,
 )
@@ -243,7 +242,7 @@ class RunPlans:
 
     def problem_without_measurements(self, target: float) -> PlanningProblem:
         """Return the problem before any measurement: all quality losses are 0."""
-        return problem_without_measurements(self._model.all_linears, self.available, target)
+        return self.available.problem_without_measurements(self._model.all_linears, target)
 
     def job_fallback(self, plan: PrecisionPlan, iteration: int) -> PrecisionPlan:
         """Return what the guard falls back to where no other plan is left: what the job runs.

@@ -32,9 +32,12 @@ from megatron_snip.statistics.health_table import (
 )
 from megatron_snip.statistics.records import LinearStatistics, StatisticsTable
 from megatron_snip.statistics.rows import (
+    ERROR_SQUARE,
     ERROR_SUMS,
     NUM_BINS,
     OPERAND_SUMS,
+    SATURATED,
+    ZEROED,
     LinearSums,
 )
 from megatron_snip.statistics.sample import to_device
@@ -148,12 +151,12 @@ def health_sums(counts: Sequence[OperandCounts], squares: Tensor) -> Tensor:
     num_elements = torch.tensor([each.num_elements for each in counts])
     zeroed = torch.stack([each.zeroed[f] for each, f in by_format])
     heads = torch.zeros((len(bins), ERROR_SUMS), device=squares.device)
-    heads[:, 0] = squares.flatten()
-    heads[:, 1] = torch.cat([zeroed, to_device(squares.device, num_elements)])
+    heads[:, ERROR_SQUARE] = squares.flatten()
+    heads[:, ZEROED] = torch.cat([zeroed, to_device(squares.device, num_elements)])
     for i, (each, f) in enumerate(by_format):
         number = each.saturated[f]
         if number is not None:
-            heads[i, 2] = number
+            heads[i, SATURATED] = number
     return torch.cat([heads, bins], 1).view(*squares.shape, OPERAND_SUMS)
 
 
@@ -271,8 +274,8 @@ def _worst_experts(experts: Tensor) -> dict[HealthMeasure, tuple[Any, Any]]:
         return {}
     by_format = experts[:, :-1]  # [experts, formats, operands, ERROR_SUMS]
     originals = experts[:, -1:]
-    sqnr = 10 * torch.log10(originals[..., 0] / by_format[..., 0])
-    underflow = by_format[..., 1] / originals[..., 1]
+    sqnr = 10 * torch.log10(originals[..., ERROR_SQUARE] / by_format[..., ERROR_SQUARE])
+    underflow = by_format[..., ZEROED] / originals[..., ZEROED]
     measured: dict[HealthMeasure, Tensor] = {"sqnr_db": sqnr, "underflow": underflow}
     found: dict[HealthMeasure, tuple[Any, Any]] = {}
     for measure, values in measured.items():

@@ -57,7 +57,6 @@ from megatron_snip.statistics.sensitivity import Sensitivity
 from megatron_snip.topology import Axis, LinearInfo, Placement, Topology
 from megatron_snip.types import Operand
 
-K = TypeVar("K")
 T = TypeVar("T")
 
 DelayedScales = Callable[[Format], Tensor]

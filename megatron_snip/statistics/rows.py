@@ -3,7 +3,7 @@
 A rank adds up the rows of its linears over microbatches; `reduce.py` adds them over ranks, in one
 exchange. What stands where in a row is known here and nowhere else:
 
-    linear    statistics (`RowLayout.columns`), weight norms (NORMS), health sums
+    linear    statistics (`RowLayout.columns`), weight norms (NUM_NORMS), health sums
     expert    the first ERROR_SUMS of each OPERAND_SUMS health sums
 
 Health sums are OPERAND_SUMS numbers for each format and operand, and after the last format as many
@@ -17,12 +17,13 @@ import torch
 from torch import Tensor
 
 from megatron_snip.statistics.records import BASE_COLUMNS, FORMAT_COLUMNS
-from megatron_snip.statistics.sensitivity import NORMS
+from megatron_snip.statistics.sensitivity import NUM_NORMS
 from megatron_snip.types import Operand
 
 ERROR_SUMS = 3
-"""Error square, underflowed, saturated. Of the operand before quantization: its square, the number
-of its elements, 0."""
+ERROR_SQUARE, ZEROED, SATURATED = range(ERROR_SUMS)
+"""Error square, elements that became zero, elements that saturated. Of the operand before
+quantization: its square, the number of its elements, 0."""
 
 NUM_BINS = 128
 """Number of bins of a histogram over log2; health.py says which."""
@@ -37,7 +38,7 @@ class LinearSums(NamedTuple):
 
     Attributes:
         statistics: [.., columns] In the order of `RowLayout.columns`.
-        norms: [.., NORMS] What `sensitivity.weight_norms` returns.
+        norms: [.., NUM_NORMS] What `sensitivity.weight_norms` returns.
         health: [.., 1 + F, 3 operands, OPERAND_SUMS] The operands before quantization come last.
     """
 
@@ -64,12 +65,12 @@ class RowLayout:
         self.columns = tuple(columns)
         self._health_shape = torch.Size((1 + len(names), len(Operand), OPERAND_SUMS))
         self._expert_shape = torch.Size((1 + len(names), len(Operand), ERROR_SUMS))
-        self.width = len(columns) + NORMS + self._health_shape.numel()
+        self.width = len(columns) + NUM_NORMS + self._health_shape.numel()
         self.expert_width = self._expert_shape.numel()
 
     def row(self, statistics: Tensor, health: Tensor) -> Tensor:
         """Return a linear's row; its norms are zeros, because they are no sums of microbatches."""
-        norms = statistics.new_zeros(NORMS)
+        norms = statistics.new_zeros(NUM_NORMS)
         return torch.cat([statistics, norms, health.flatten()])
 
     def expert_row(self, health: Tensor) -> Tensor:
@@ -78,7 +79,7 @@ class RowLayout:
 
     def split(self, rows: Tensor) -> LinearSums:
         """Return the parts of linears' rows [.., width]; they are views."""
-        sizes = [len(self.columns), NORMS, self._health_shape.numel()]
+        sizes = [len(self.columns), NUM_NORMS, self._health_shape.numel()]
         statistics, norms, health = torch.split(rows, sizes, dim=-1)
         return LinearSums(statistics, norms, health.view(rows.shape[:-1] + self._health_shape))
 

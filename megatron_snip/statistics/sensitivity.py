@@ -29,7 +29,7 @@ from megatron_snip.statistics.optimizer_state import (
 )
 from megatron_snip.topology import Axis, LinearKind, Placement, Topology
 
-NORMS = 3
+NUM_NORMS = 3
 """Numbers of one linear: |gradient|^2, |learning rate * update|^2, and how many gradients (of
 weights and ranks) are in the first one."""
 
@@ -113,7 +113,7 @@ def weight_norms(
     topology: Topology,
     loss_scale: float,
 ) -> dict[str, Tensor]:
-    """Return this rank's part of each linear's norms, FP64 [NORMS]; parts add over ranks.
+    """Return this rank's part of each linear's norms, FP64 [NUM_NORMS]; parts add over ranks.
 
     Args:
         weights: this rank's weights; their gradients are reduced over data ranks.
@@ -135,7 +135,7 @@ def weight_norms(
         sensitivity = sensitivities.get(placement)
         parameter = weight if shard is None else shard.parameter
         grad = gradient_of(parameter)
-        norms = torch.zeros(NORMS, dtype=torch.float64, device=weight.device)
+        norms = torch.zeros(NUM_NORMS, dtype=torch.float64, device=weight.device)
         if grad is not None and owns_part:
             num_replicas = 1 if sensitivity is None else sensitivity.num_replicas
             norms[0] = _square(_owned_by(shard, grad)) / loss_scale**2 / num_replicas

@@ -52,7 +52,7 @@ def table() -> str:
     """Return the table of docs/megatron.md: one line for each setting."""
     lines = [
         f"| {_code(row.flag)} | {row.num_recipes} | {_EFFECTS[row.plans]} "
-        f"| {'refused' if row.collects == 'refuses' else 'measures'} | {row.text} |"
+        f"| {'refused' if row.plans == 'refuses' else 'measures'} | {row.text} |"
         for row in FAST_FLAGS
     ]
     return "\n".join([_HEAD, *lines]) + "\n"

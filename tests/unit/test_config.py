@@ -47,7 +47,7 @@ def test_an_alert_is_known_by_its_meaning_and_a_wrong_measure_gets_a_hint() -> N
     for text, hint in (("undrflow>1", "underflow"), ("SQNR<9", "sqnr_db"), ("sqnr<9", "sqnr_db")):
         with pytest.raises(UsageError, match=rf"did you mean '{hint}'\?\); measures: sqnr_db, "):
             make_config({"alert": text})
-    for text in ("underflow>=1", ">1", "amax"):
+    for text in ("underflow>=1", ">1", "amax", "underflow>1e999"):
         with pytest.raises(UsageError, match="MEASURE<X; measures: ") as caught:
             make_config({"alert": text})
         assert "\n" not in str(caught.value)

@@ -30,7 +30,7 @@ class GatheredWeights:
             chunk: a model chunk, as Megatron's DDP wraps it.
             stored: the stored weights of its linears.
         """
-        self._groups = [group for group in _groups(chunk) if _gathers_exact(group)]
+        self._groups = [group for group in bucket_groups(chunk) if _gathers_exact(group)]
         gathered = {id(p) for group in self._groups for p in _parameters(group)}
         self._owners: dict[int, tuple[torch.nn.Parameter, StoredWeights]] = {}
         for each in stored:
@@ -70,10 +70,10 @@ class GatheredWeights:
 
 def gathers_exact(chunk: Any) -> bool:
     """Return whether Megatron gathers a chunk's quantized weights in BF16."""
-    return any(map(_gathers_exact, _groups(chunk)))
+    return any(map(_gathers_exact, bucket_groups(chunk)))
 
 
-def _groups(chunk: Any) -> list[Any]:
+def bucket_groups(chunk: Any) -> list[Any]:
     """Return the groups of buckets of Megatron's DDP; none for another wrapper."""
     names = ("bucket_groups", "expert_parallel_bucket_groups")
     return [group for name in names for group in getattr(chunk, name, ())]

@@ -50,7 +50,7 @@ from megatron_snip.linears.te.modules import (
 )
 from megatron_snip.linears.te.overlap import Overlap
 from megatron_snip.linears.te.recipe import BF16_RECIPE, TERecipe
-from megatron_snip.linears.te.recipe_table import RECIPES
+from megatron_snip.linears.te.recipe_table import RECIPES, RunPrecision
 from megatron_snip.linears.te.stored_weight import stored_weights
 from megatron_snip.linears.te.tap import with_tap
 from megatron_snip.options import Option
@@ -238,7 +238,7 @@ class RecipeTELinear:
         """Drop what was made from the weights of the step before."""
         # Quantized weights stay in a run that quantizes by default: there Transformer Engine
         # quantizes again into the same memory, to which captured CUDA graphs write.
-        if not self.runs_as_job and not quantizes_by_default(self.module.config):
+        if not self.runs_as_job and not RunPrecision.of(self.module.config).kind:
             self.module._fp8_workspaces.clear()
         if self.stored is not None:
             self.stored.begin_step()
@@ -259,7 +259,7 @@ class RecipeTELinear:
         replay. In another run the weight is quantized in every microbatch: a graph that reuses it
         would use the first quantized weight forever.
         """
-        if not quantizes_by_default(self.module.config):
+        if not RunPrecision.of(self.module.config).kind:
             # With this, Megatron passes `is_first_microbatch=None`, and Transformer Engine then
             # keeps no quantized weight for the next microbatch.
             self.module.disable_parameter_transpose_cache = True
@@ -292,11 +292,6 @@ class RecipeTELinear:
         if module.fp8_initialized:  # not after a forward in BF16
             self._te_recipe_of_quantizers = module.fp8_meta.get("recipe")
         return with_tap(self, self._runtime.observer, args, kwargs, result)
-
-
-def quantizes_by_default(config: Any) -> bool:
-    """Return whether a run quantizes modules that have no recipe of their own."""
-    return bool(getattr(config, "fp8", None) or getattr(config, "fp4", None))
 
 
 def quant_params(recipe: TERecipe) -> Any:

@@ -92,8 +92,8 @@ class GemmRecipe:
 
     Attributes:
         text: tiles and scales, as messages and tables show them.
-        formats: names of formats in plans that it runs. The last one belongs to this recipe alone,
-            so an option can name what really runs.
+        formats: names of formats in plans that it runs. The last one is what an option calls a GEMM
+            that runs in it.
         quantization: how it quantizes; the statistics quantize in the same way.
         run: Megatron's name of it.
         recipe_class: the class of Transformer Engine's recipe.

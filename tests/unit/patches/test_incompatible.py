@@ -10,7 +10,6 @@ import torch
 
 from megatron_snip.errors import UnsupportedError
 from megatron_snip.patches.fast_flags import FAST_FLAGS
-from megatron_snip.patches.flag_rows import FlagRow, given
 from megatron_snip.patches.incompatible import INCOMPATIBLE_FLAGS, check_flags, check_modules
 
 ACTIVE: dict[str, dict[str, Any]] = {
@@ -76,18 +75,17 @@ HARMLESS = {
 ROWS = (*INCOMPATIBLE_FLAGS, *FAST_FLAGS)
 
 
-@pytest.mark.parametrize("collect_only", [False, True])
-def test_each_setting_turns_on_its_row_and_only_that(collect_only: bool) -> None:
+def test_each_setting_turns_on_its_row_and_only_that() -> None:
     assert len(ROWS) == len(ACTIVE)
     for flag, settings in ACTIVE.items():
         (row,) = [row for row in ROWS if row.flag.startswith(flag)]
         args = argparse.Namespace(**HARMLESS | settings)
-        refusal = row.refusal(collect_only)
+        refusal = row.refusal
         if refusal is None:
-            assert check_flags(args, collect_only) == (row,)
+            assert check_flags(args) == (row,)
             continue
         with pytest.raises(UnsupportedError) as error:
-            check_flags(args, collect_only)
+            check_flags(args)
         assert error.value.messages == (refusal,) and "\n" not in refusal
 
 
@@ -95,16 +93,16 @@ def test_inspection_that_a_script_has_turned_on_is_refused(monkeypatch: pytest.M
     inspector: Any = ModuleType("nvdlfw_inspect.api")
     inspector.DEBUG_MANAGER = None
     monkeypatch.setitem(sys.modules, "nvdlfw_inspect.api", inspector)
-    assert check_flags(argparse.Namespace(), collect_only=False) == ()
+    assert check_flags(argparse.Namespace()) == ()
     inspector.DEBUG_MANAGER = "manager"
     with pytest.raises(UnsupportedError, match="--snip cannot run with tensor_inspect"):
-        check_flags(argparse.Namespace(), collect_only=False)
+        check_flags(argparse.Namespace())
 
 
 def test_all_refusals_come_at_once() -> None:
     args = argparse.Namespace(fp16=True, perform_rl_step=True, exp_avg_sq_dtype="fp8")
     with pytest.raises(UnsupportedError) as error:
-        check_flags(args, collect_only=False)
+        check_flags(args)
     assert [text.split(":")[0] for text in error.value.messages] == [
         "--snip cannot run with --fp16",
         "--snip cannot run with --perform-rl-step",
@@ -113,16 +111,8 @@ def test_all_refusals_come_at_once() -> None:
 
 
 def test_ordinary_settings_pass() -> None:
-    assert check_flags(argparse.Namespace(**HARMLESS), collect_only=False) == ()
-    assert check_flags(argparse.Namespace(), collect_only=False) == ()  # a release without them
-
-
-def test_what_can_only_be_measured_says_so_in_the_remedy() -> None:
-    row = FlagRow("--fast", given("fast"), plans="refuses", text="it cannot change")
-    assert row.refusal(collect_only=True) is None
-    assert str(row.refusal(collect_only=False)) == (
-        "--snip cannot run with --fast: it cannot change; drop it, or add --snip-collect-only"
-    )
+    assert check_flags(argparse.Namespace(**HARMLESS)) == ()
+    assert check_flags(argparse.Namespace()) == ()  # a release without them
 
 
 @pytest.mark.parametrize(

@@ -147,6 +147,14 @@ def test_paths_are_those_of_the_directory_in_which_the_job_was_started(
     assert config.output_dir == start / "out"
 
 
+@pytest.mark.parametrize(("text", "enabled"), [('"false"', False), ("no", False), ('"on"', True)])
+def test_a_file_turns_snip_on_in_any_spelling(tmp_path: Path, text: str, enabled: bool) -> None:
+    file = tmp_path / "snip.yaml"
+    file.write_text(f"enabled: {text}\n")
+    line = read_cli_args(["--snip-config", str(file)])
+    assert line.enabled == snip_config(Namespace(), line.given).enabled == enabled
+
+
 def test_other_words_are_as_they_were_given() -> None:
     paths = ["--snip-output-dir", "~/out", "--snip-reference=/bf16", "--snip-calibration", "auto"]
     line = read_cli_args(["--snip", *paths])

@@ -84,13 +84,18 @@ def test_the_first_names_answer_whether_training_is_safe_and_faster(
 
 
 def test_a_format_that_a_plan_stops_using_gets_the_share_zero() -> None:
-    series = ScalarSeries({"formats": ["bf16", "fp8", "fp4"]})
+    series = ScalarSeries({"formats": ["bf16", "fp8-fp4-fp4"]})
     first = series.values(Event(4, applied(SHAPE, PLAN)))
     assert first["snip/share/bf16"] == 0.0 and first["snip/share/fp4"] == PLAN.efficiency
     healed = PlanApplied(PLAN, {"bf16": 1.0}, num_changed=12)
     values = series.values(Event(8, healed))
     shares = {name: value for name, value in values.items() if name.startswith("snip/share/")}
     assert shares == {"snip/share/bf16": 1.0, "snip/share/fp8": 0.0, "snip/share/fp4": 0.0}
+
+
+def test_auto_is_no_format_of_a_series() -> None:
+    values = ScalarSeries({"formats": ["auto"]}).values(Event(4, applied(SHAPE, PLAN)))
+    assert "snip/share/fp4" in values and "snip/share/auto" not in values
 
 
 def test_unknown_values_are_left_out() -> None:
