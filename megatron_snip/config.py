@@ -404,6 +404,12 @@ class SnipConfig(ScheduleFields, MeasureFields, PlanFields, GuardFields, ReportF
         """`target_schedule`, parsed."""
         return parse_points(self.target_schedule)
 
+    @property
+    def is_scheduled_from_the_start(self) -> bool:
+        """Whether `target_schedule` has a target for the first iteration, and so for every one."""
+        points = self.points
+        return bool(points) and points[0].iteration <= 1 and not points[0].ramp
+
     def targets(self, train_iters: int | None) -> TargetSchedule:
         """Return the target of every iteration.
 
@@ -415,7 +421,7 @@ class SnipConfig(ScheduleFields, MeasureFields, PlanFields, GuardFields, ReportF
                 target schedule, or if it has no `train_iters`.
         """
         points = self.points
-        if not points or points[0].iteration > 1 or points[0].ramp:
+        if not self.is_scheduled_from_the_start:
             points = (Point(0, self.efficiency_target), *points)
         if self.heal_from is None:
             return TargetSchedule(points)

@@ -217,7 +217,7 @@ def _solver(effort: Effort, unit: float) -> Any:
 
     solver = cp_model.CpSolver()
     solver.parameters.num_workers = effort.settings.workers
-    solver.parameters.random_seed = effort.settings.seed
+    solver.parameters.random_seed = effort.settings.seed % 2**31  # it takes no larger one
     solver.parameters.max_time_in_seconds = max(effort.seconds, 0.0)
     solver.parameters.max_deterministic_time = effort.deterministic_s
     solver.parameters.absolute_gap_limit = max(effort.absolute_gap / unit, 0.0)

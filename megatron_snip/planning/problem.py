@@ -204,8 +204,11 @@ def read_problem(path: Path) -> PlanningProblem:
             f"'{path}' is a folder; name a file, such as a run's problems/<iteration>.json"
         )
     value = read_json(path, "problem file")
-    if isinstance(value, dict) and "digest" in value:
-        raise UsageError(f"'{path}' is a plan, and a problem is wanted: problems/<iteration>.json")
+    if isinstance(value, dict) and "iteration" in value:  # a problem is of no iteration
+        raise UsageError(
+            f"'{path}' is a plan or a measurement, and a problem is wanted: "
+            "problems/<iteration>.json"
+        )
     return PlanningProblem.from_dict(value, f"problem file '{path}'")
 
 

@@ -45,7 +45,7 @@ class PlanSettings(Section):
     """Threads of the solver. With 1 the same input gives the same plan in every run, unless the
     time limit is reached."""
 
-    seed: Annotated[int, Field(ge=0, lt=2**31)] = 0
+    seed: Annotated[int, Field(ge=0, lt=2**64)] = 0
     """Seed of the solver and of the policy `random`."""
 
     gap: Annotated[float, Field(ge=0.0)] = 1e-3

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from megatron_snip.collectives import attempt
+from megatron_snip.collectives import RemoteFailure, attempt
 from megatron_snip.config import SnipConfig
 from megatron_snip.errors import PlanningError
 from megatron_snip.formats import is_delayed
@@ -435,7 +435,11 @@ class SnipController:
             if self._schedule.plans_without_statistics:
                 plan = without_objective(plan)  # all quality losses of its problem were 0
             self._check(plan)
-            self._current.apply(plan)
+            try:
+                self._current.apply(plan)
+            except RemoteFailure:
+                self._replanner.plan_later(iteration)
+                raise
             # Only the linears have changed so far. `self.plan` changes in `record`, further down.
             former = self.plan
             if changed_linears(former, plan):

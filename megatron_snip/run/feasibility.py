@@ -20,7 +20,7 @@ from megatron_snip.planning.restrictions import nearest_option, reasons
 from megatron_snip.planning.settings import PlanSettings
 from megatron_snip.planning.ties import TIED, merged
 from megatron_snip.topology import LinearInfo
-from megatron_snip.types import glob_matches, has_wildcards
+from megatron_snip.types import glob_matches, has_wildcards, natural_key
 
 
 def check_settings(problem: PlanningProblem, config: SnipConfig, settings: PlanSettings) -> None:
@@ -80,7 +80,8 @@ def runnable_pins(
 
     A linear that matches a glob and cannot run its option gets the nearest option of no lower
     precision. The glob is then replaced by the names of its linears. A glob whose option no linear
-    can run stays, and so does a pin that names a linear: `check_settings` refuses them.
+    can run stays, and so does a pin that names a linear: `check_settings` refuses them. A pin of a
+    tied linear holds for the linears that it is tied to: they get pins of their own.
 
     Args:
         config: the run's settings.
@@ -112,10 +113,12 @@ def runnable_pins(
         if option == BF16 and unable:  # no other option has as many bits
             why = reasons({name: available.refusals[BF16].get(name, TIED) for name in unable})
             raise UsageError(f"'{pin}': {listing(unable, 3)} cannot run bf16: {why}", "pins")
+        partners = {other for name in matching for other in tied.get(name, ())} - set(matching)
         if not has_wildcards(glob) or not unable or unable == matching:
             pins.append(pin)
+            pins += [f"{name}={option}" for name in sorted(partners, key=natural_key)]
             continue
-        found = {name: runnable(name, option) for name in matching}
+        found = {name: runnable(name, option) for name in (*matching, *partners)}
         # A linear that runs only the job's own option needs no pin, and the settings may have none.
         allowed = (BF16, *available.options)
         pins += [f"{name}={each}" for name, each in found.items() if each in allowed]
@@ -134,15 +137,15 @@ def reachable_target(
     """Return the settings with a target that the linears can reach, and warnings.
 
     Only the default target is lowered. A target that the user set stays, and so do the settings of
-    a run that makes no plans.
+    a run that makes no plans, or whose target schedule has a target from the first iteration on.
 
     Args:
         config: the run's settings.
         linears: all linears of the model.
         available: what they can run.
     """
-    has_own_target = {"efficiency_target", "target_schedule"} & config.model_fields_set
-    if has_own_target or config.collect_only:
+    has_own_target = "efficiency_target" in config.model_fields_set
+    if has_own_target or config.is_scheduled_from_the_start or config.collect_only:
         return config, []
     warnings = []
     share = _lowered_share(config, available)
@@ -174,17 +177,16 @@ def _lowered_share(config: SnipConfig, available: AvailableOptions) -> float:
 def _best_target(
     config: SnipConfig, linears: Sequence[LinearInfo], available: AvailableOptions
 ) -> float | None:
-    """Return the highest target that the linears reach without the pins.
+    """Return the highest target that the linears reach under the pins.
 
-    None if they reach the target of the settings.
+    None if they reach the target of the settings, or if the pins contradict each other.
     """
     problem = available.problem_without_measurements(linears, config.efficiency_target)
-    settings = PlanSettings(**config.planning_values()).model_copy(update={"pins": ()})
     try:
-        check_constraints(problem, settings)
+        check_constraints(problem, PlanSettings(**config.planning_values()))
     except InfeasiblePlanError as error:
         return error.best_target
-    return None  # if pins rule the target out, `check_settings` reports it
+    return None
 
 
 def _with_target(config: SnipConfig, target: float) -> SnipConfig:

@@ -59,7 +59,7 @@ def healing_problem(
         if config.pin_of(row.name) is not None:
             return row.options
         raised = {}
-        for text, cost in row.options.items():
+        for text, cost in _usable(row).items():
             gemms = zip(current[row.name], bits_of(parse_option(text)), is_early, strict=True)
             if all(may_become(old, new, early) for old, new, early in gemms):
                 raised[text] = cost
@@ -74,7 +74,7 @@ def _late_flops(
     is_early: Sequence[bool],
     lowest: int,
 ) -> float:
-    """Return the FLOPs of the late GEMMs in the lowest precision, over all linears.
+    """Return the FLOPs of the late GEMMs that can stay in the lowest precision, over all linears.
 
     Args:
         problem: the linears and their FLOPs, a third of them in each GEMM.
@@ -84,7 +84,15 @@ def _late_flops(
     """
     flops = 0.0
     for row in problem.linears:
-        gemms = zip(bits[row.name], is_early, strict=True)
-        num_low_and_late = sum(b == lowest and not early for b, early in gemms)
-        flops += row.flops * num_low_and_late / 3
+        late = [gemm for gemm, early in enumerate(is_early) if not early]
+        now = [bits[row.name][gemm] for gemm in late]
+        usable = [bits_of(parse_option(text)) for text in _usable(row)]
+        # Where what the linear has now is forbidden, its late GEMMs rise in any case.
+        if any([option[gemm] for gemm in late] == now for option in usable):
+            flops += row.flops * now.count(lowest) / 3
     return flops
+
+
+def _usable(row: LinearChoices) -> dict[str, OptionCost]:
+    """Return the options of a linear that are not forbidden."""
+    return {text: cost for text, cost in row.options.items() if cost.quality_loss is not None}

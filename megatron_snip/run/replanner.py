@@ -130,9 +130,17 @@ class Replanner:
         try:
             return self._solve.take_plan()
         except PlanningError:
-            self._failed = (self.target, iteration + self._config.interval)
-            self.target = self._current.plan.target
+            self.plan_later(iteration)
             raise
+
+    def plan_later(self, iteration: int) -> None:
+        """All ranks: after a failure, plan for the same target again `interval` iterations later.
+
+        Args:
+            iteration: the iteration before which the plan was due.
+        """
+        self._failed = (self.target, iteration + self._config.interval)
+        self.target = self._current.plan.target
 
     def drop(self) -> None:
         """All ranks: forget what is being solved; call it before a revert replaces the plan.

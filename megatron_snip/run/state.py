@@ -94,6 +94,8 @@ class ControllerState:
             self,
             iteration=iteration,
             history=tuple(entry for entry in self.history if entry[0] <= iteration),
+            # A target that only the dropped problem had is planned for again.
+            target=self.target if self.solve is None else self.plan.target,
             schedule=ScheduleState(),
             solve=None,
             guard=None,

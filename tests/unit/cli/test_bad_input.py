@@ -83,7 +83,10 @@ BAD = {
         ),
     ],
     "plan": [
-        ("three.json", "'three.json' is a plan, and a problem is wanted: problems/<iteration>"),
+        (
+            "three.json",
+            "'three.json' is a plan or a measurement, and a problem is wanted: problems/",
+        ),
         ("list.jsonl", "problem file 'list.jsonl'"),
         ("none.json", "'none.json'"),
         ("run", "'run' is a folder; name a file, such as a run's problems/<iteration>.json"),

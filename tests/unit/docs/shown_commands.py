@@ -16,6 +16,7 @@ MARKS = (
     "# needs a network",
     "# needs Docker",
     "# needs Slurm",
+    "# needs a checkpoint",
 )
 _FENCE = re.compile(r"^```bash\n(.*?)^```", re.MULTILINE | re.DOTALL)
 _ENVIRONMENT = re.compile(r"^[A-Za-z_]\w*=")

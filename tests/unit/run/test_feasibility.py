@@ -1,5 +1,7 @@
 """Settings that no plan satisfies, and the default target that one can reach."""
 
+from typing import Any
+
 import pytest
 
 from megatron_snip.config import make_config
@@ -33,7 +35,7 @@ def test_the_default_target_is_a_share_of_what_the_options_can_lower(
 
 def test_constraints_that_cannot_be_met_fail_at_the_start() -> None:
     with pytest.raises(UsageError, match=r"pin \*=fp8"):
-        first(pins=("*=fp8",))
+        first(pins=("*=fp8",), efficiency_target=0.75)
     first(pins=("*=fp8",), collect_only=True)  # no plan will be made
     with pytest.raises(UsageError, match="unknown policy"):
         first(state_of(plan_of(["fp8"] * 3)), policy="best")
@@ -100,3 +102,34 @@ def test_a_glob_pins_no_linear_that_is_tied_to_one_that_cannot_run_its_option() 
         refusals, ties=((B, C),), formats="bf16,fp8,fp4", pins="*=fp8", efficiency_target=0.0
     )
     assert options_of(plans.first_plan(None, 0).plan) == ["fp8", "bf16", "bf16"]
+
+
+def test_a_pin_of_a_tied_linear_holds_for_the_others() -> None:
+    ties: Any = {"ties": ((B, C),), "pins": f"{B}=fp4", "efficiency_target": 0.0}
+    job = dict.fromkeys((A, B, C), FP8)
+    plans = run_plans(job=job, **ties)
+    assert plans.config.pins == (f"{B}=fp4", f"{C}=fp4")
+    plan = plans.first_plan(None, 0).plan
+    assert options_of(plan) == ["fp8", "fp4", "fp4"]
+    assert options_of(plans.job_fallback(plan, 9)) == ["fp8", "fp4", "fp4"]
+    measured = run_plans(job=job, collect_only=True, **ties)
+    assert options_of(measured.first_plan(None, 0).plan) == ["fp8", "fp4", "fp4"]
+
+
+def test_pins_lower_the_default_target() -> None:
+    """`--first-last-layers-bf16` of a job becomes such pins."""
+    plans = run_plans(pins=f"{C}=bf16")
+    assert plans.config.efficiency_target == 0.5
+    assert "the efficiency target is 0.5, the highest that" in plans.available.warnings[-1]
+
+
+@pytest.mark.parametrize(
+    ("schedule", "targets"),
+    [("9:0.25", [0.5, 0.25]), ("0:0.1,9:0.25", [0.1, 0.25])],
+)
+def test_before_a_schedules_first_point_the_default_target_is_one_that_can_be_reached(
+    schedule: str, targets: list[float]
+) -> None:
+    plans = run_plans(formats="fp8,fp8-fp4-fp4", target_schedule=schedule)
+    assert [plans.targets.at(iteration) for iteration in (1, 9)] == targets
+    assert plans.first_plan(None, 0).plan is not None

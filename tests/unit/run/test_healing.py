@@ -6,7 +6,9 @@ import pytest
 
 from megatron_snip.config import SnipConfig
 from megatron_snip.options import Option
+from megatron_snip.planning.planner import make_plan
 from megatron_snip.planning.problem import LinearChoices, OptionCost, PlanningProblem
+from megatron_snip.planning.settings import PlanSettings
 from megatron_snip.run.healing import healing_problem, heals_in_order
 from megatron_snip.target_schedule import Point, TargetSchedule
 from tests.unit.planning.build import name_of, plan_of
@@ -19,11 +21,14 @@ def config(order: str, **more: Any) -> SnipConfig:
     return SnipConfig(formats="bf16,fp4", granularity="gemm", heal_order=order, **more)
 
 
+def row_of(index: int, options: dict[str, OptionCost] = COSTS) -> LinearChoices:
+    return LinearChoices(name=name_of(index), stage=0, flops=1.0, options=options)
+
+
 def left(target: float, settings: SnipConfig, efficiency: float = 1.0) -> list[list[str]]:
     """The options of two linears that healing from FP4 in all GEMMs leaves."""
-    rows = [LinearChoices(name=name_of(i), stage=0, flops=1.0, options=COSTS) for i in range(2)]
     plan = plan_of(["fp4", "fp4"], efficiency=efficiency)
-    problem = PlanningProblem(linears=tuple(rows), target=target)
+    problem = PlanningProblem(linears=(row_of(0), row_of(1)), target=target)
     return [list(row.options) for row in healing_problem(problem, plan, settings).linears]
 
 
@@ -49,6 +54,26 @@ def test_pinned_linears_and_plans_short_of_the_target_keep_all_options() -> None
     assert pinned == list(COSTS)
     assert free == ["bf16-fp4-fp4", "fp4"]
     assert left(0.8, config("forward"), efficiency=0.7) == [list(COSTS), list(COSTS)]
+
+
+@pytest.mark.parametrize(
+    ("target", "others"), [(0.7, {"fp4"}), (0.5, {"bf16-fp4-fp4"}), (0.3, {"bf16-fp4-fp4", "bf16"})]
+)
+def test_a_linear_whose_low_options_are_forbidden_leaves_the_order_to_the_others(
+    target: float, others: set[str]
+) -> None:
+    costs = {}
+    forbidden = {}
+    for text, cost in COSTS.items():
+        costs[text] = cost.model_copy(update={"quality_loss": 3 * cost.saving})
+        forbidden[text] = cost if text == "bf16" else cost.model_copy(update={"quality_loss": None})
+    rows = (row_of(0, forbidden), *(row_of(i, costs) for i in range(1, 4)))
+    plan = plan_of(["fp4"] * 4, efficiency=1.0)
+    problem = PlanningProblem(linears=rows, target=target)
+    healed = make_plan(healing_problem(problem, plan, config("forward")), PlanSettings(), plan)
+    first, *rest = map(str, healed.linears.values())
+    # Above a half, dgrad and wgrad of three linears do not save enough without fprop.
+    assert first == "bf16" and set(rest) == others
 
 
 def test_the_order_holds_from_the_iteration_on_in_which_healing_begins() -> None:

@@ -121,6 +121,12 @@ def test_a_checkpoints_state_is_resumed(
     assert warning in (found or "") and bool(warning) == (found is not None)
 
 
+def test_a_target_whose_problem_is_dropped_is_planned_for_again() -> None:
+    working = replace(STATE, target=0.75)
+    assert working.for_weights_of(6).target == PLAN.target
+    assert replace(working, solve=None).for_weights_of(6).target == 0.75
+
+
 def test_a_resume_with_another_recipe_says_what_changes() -> None:
     config = SnipConfig(formats=("bf16", "fp8"))
     settings = reported_settings(config, "te", {"bf16": "bf16", "fp8": "blockwise"})
