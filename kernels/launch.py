@@ -123,7 +123,7 @@ SCALES = (
     ScaleType.TENSOR,
     ScaleType.DELAYED,
 )
-"""`TileSpec.scale` is the place here. The kernels ask for what comes before and after a place."""
+"""`TileSpec.scale` is the place here. The order matters: kernels compare places."""
 
 
 class TileSpec(NamedTuple):

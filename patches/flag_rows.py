@@ -21,8 +21,7 @@ class FlagRow:
     Attributes:
         flag: the setting, as users write it.
         is_on: whether Megatron's namespace has it; a missing attribute is off.
-        plans: what a run with plans does under it. A run that only measures is refused where that
-            one is.
+        plans: what a run with plans does under it. `refuses` holds for runs that only measure, too.
         text: how SNIP runs under it, or why not; a clause that follows `flag: `.
         num_recipes: how many of the published recipes in tests/recipes have it.
         remedy: what to do instead of a flag that is refused, as an imperative.

@@ -6,7 +6,7 @@ whose glob matches linears that cannot run its option holds for the others (`run
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from megatron_snip.config import SnipConfig
 from megatron_snip.errors import InfeasiblePlanError, UsageError, listing, naming_field
@@ -81,7 +81,7 @@ def runnable_pins(
     A linear that matches a glob and cannot run its option gets the nearest option of no lower
     precision. The glob is then replaced by the names of its linears. A glob whose option no linear
     can run stays, and so does a pin that names a linear: `check_settings` refuses them. A pin of a
-    tied linear holds for the linears that it is tied to: they get pins of their own.
+    tied linear holds for the linears that it is tied to: those without a pin get one of their own.
 
     Args:
         config: the run's settings.
@@ -113,10 +113,10 @@ def runnable_pins(
         if option == BF16 and unable:  # no other option has as many bits
             why = reasons({name: available.refusals[BF16].get(name, TIED) for name in unable})
             raise UsageError(f"'{pin}': {listing(unable, 3)} cannot run bf16: {why}", "pins")
-        partners = {other for name in matching for other in tied.get(name, ())} - set(matching)
+        partners = _partners(matching, tied, config)
         if not has_wildcards(glob) or not unable or unable == matching:
             pins.append(pin)
-            pins += [f"{name}={option}" for name in sorted(partners, key=natural_key)]
+            pins += [f"{name}={option}" for name in partners]
             continue
         found = {name: runnable(name, option) for name in (*matching, *partners)}
         # A linear that runs only the job's own option needs no pin, and the settings may have none.
@@ -131,13 +131,22 @@ def runnable_pins(
     return config.model_copy(update={"pins": tuple(pins)}), warnings
 
 
+def _partners(
+    names: Sequence[str], tied: Mapping[str, Sequence[str]], config: SnipConfig
+) -> list[str]:
+    """Return the other linears that these are tied to and that no pin matches, in one order."""
+    found = {other for name in names for other in tied.get(name, ())} - set(names)
+    return sorted((name for name in found if config.pin_of(name) is None), key=natural_key)
+
+
 def reachable_target(
     config: SnipConfig, linears: Sequence[LinearInfo], available: AvailableOptions
 ) -> tuple[SnipConfig, list[str]]:
     """Return the settings with a target that the linears can reach, and warnings.
 
-    Only the default target is lowered. A target that the user set stays, and so do the settings of
-    a run that makes no plans, or whose target schedule has a target from the first iteration on.
+    Only the default target is lowered, and not to 0. A target that the user set stays, and so do
+    the settings of a run that makes no plans, whose policy has no target, or whose target schedule
+    has one from the first iteration on.
 
     Args:
         config: the run's settings.
@@ -147,6 +156,9 @@ def reachable_target(
     has_own_target = "efficiency_target" in config.model_fields_set
     if has_own_target or config.is_scheduled_from_the_start or config.collect_only:
         return config, []
+    with naming_field("policy"):
+        if not get_policy(config.policy).heeds_target:
+            return config, []
     warnings = []
     share = _lowered_share(config, available)
     if share < 1.0:
@@ -155,7 +167,7 @@ def reachable_target(
         why = f"{default:g} of the {share:.3g} that the options can lower to {config.lowest_format}"
         warnings.append(_warning(config, why))
     best = _best_target(config, linears, available)
-    if best is not None and best < config.efficiency_target:
+    if best is not None and 0 < best < config.efficiency_target:
         former = config.efficiency_target
         config = _with_target(config, math.floor(best * 1e6) / 1e6)
         why = f"the highest that these linears can reach, and not {former:g}"
@@ -183,7 +195,8 @@ def _best_target(
     """
     problem = available.problem_without_measurements(linears, config.efficiency_target)
     try:
-        check_constraints(problem, PlanSettings(**config.planning_values()))
+        with naming_field("pins"):
+            check_constraints(problem, PlanSettings(**config.planning_values()))
     except InfeasiblePlanError as error:
         return error.best_target
     return None

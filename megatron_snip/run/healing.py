@@ -4,7 +4,7 @@ With `--snip-heal-order` `forward` (`backward`) the fprops come first (last). Th
 out of the planning problem, so that whatever the policy chooses keeps the order.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from megatron_snip.config import SnipConfig
 from megatron_snip.formats import get_format
@@ -42,7 +42,8 @@ def healing_problem(
     lowest = get_format(config.lowest_format).bits
     is_early = [(gemm == Gemm.FPROP) == (config.heal_order == "forward") for gemm in Gemm]
     current = {name: bits_of(option) for name, option in plan.linears.items()}
-    late_flops = _late_flops(problem, current, is_early, lowest)
+    usable = _usable(problem)
+    late_flops = _late_flops(problem, usable, current, is_early, lowest)
     total = sum(row.flops for row in problem.linears)
     # With the early GEMMs all raised, the late ones still save too much: they rise as well.
     late_may_rise = problem.target * total < late_flops
@@ -59,7 +60,9 @@ def healing_problem(
         if config.pin_of(row.name) is not None:
             return row.options
         raised = {}
-        for text, cost in _usable(row).items():
+        for text, cost in row.options.items():
+            if text not in usable[row.name]:
+                continue
             gemms = zip(current[row.name], bits_of(parse_option(text)), is_early, strict=True)
             if all(may_become(old, new, early) for old, new, early in gemms):
                 raised[text] = cost
@@ -70,6 +73,7 @@ def healing_problem(
 
 def _late_flops(
     problem: PlanningProblem,
+    usable: Mapping[str, Collection[str]],
     bits: Mapping[str, Sequence[int]],
     is_early: Sequence[bool],
     lowest: int,
@@ -78,6 +82,7 @@ def _late_flops(
 
     Args:
         problem: the linears and their FLOPs, a third of them in each GEMM.
+        usable: what `_usable` returns.
         bits: bits of every linear's fprop, dgrad and wgrad.
         is_early: whether fprop, dgrad and wgrad are early GEMMs.
         lowest: bits of the lowest precision.
@@ -86,13 +91,19 @@ def _late_flops(
     for row in problem.linears:
         late = [gemm for gemm, early in enumerate(is_early) if not early]
         now = [bits[row.name][gemm] for gemm in late]
-        usable = [bits_of(parse_option(text)) for text in _usable(row)]
+        options = [bits_of(parse_option(text)) for text in usable[row.name]]
         # Where what the linear has now is forbidden, its late GEMMs rise in any case.
-        if any([option[gemm] for gemm in late] == now for option in usable):
+        if any([option[gemm] for gemm in late] == now for option in options):
             flops += row.flops * now.count(lowest) / 3
     return flops
 
 
-def _usable(row: LinearChoices) -> dict[str, OptionCost]:
-    """Return the options of a linear that are not forbidden."""
-    return {text: cost for text, cost in row.options.items() if cost.quality_loss is not None}
+def _usable(problem: PlanningProblem) -> dict[str, set[str]]:
+    """Return each linear's options that are not forbidden, for it or for one tied to it."""
+    found = {}
+    for row in problem.linears:
+        costs = row.options.items()
+        found[row.name] = {text for text, cost in costs if cost.quality_loss is not None}
+    for names in problem.ties:
+        found |= dict.fromkeys(names, set.intersection(*(found[name] for name in names)))
+    return found

@@ -2,7 +2,7 @@
 
 after a refresh                       the controller passes what was measured to `submit`
 before the target changes             `plan_for_new_target`, from the measurements so far; again
-                                      `--snip-interval` iterations after the solver failed
+                                      `--snip-interval` iterations after a failure
 at a resume with other settings       `resume`, from the checkpoint's measurements
 at a resume while the solver worked   `resume`, the stopped run's problem again
 """

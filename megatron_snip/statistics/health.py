@@ -174,10 +174,9 @@ def _log2_counts(pairs: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
     counted = (magnitudes > 0) & (numbers > 0) & (numbers < math.inf)
     # frexp has mantissas in [0.5, 1): its exponent is floor(log2) + 1.
     index = torch.frexp(numbers).exponent.sub_(1 + LOWEST_LOG2).clamp_(0, NUM_BINS - 1)
-    # The bins of the pairs stand one behind the other.
-    sizes = torch.tensor([number.numel() for number, _ in pairs])
-    first_bins = torch.arange(len(pairs), dtype=torch.int32).mul_(NUM_BINS)
-    index += to_device(index.device, first_bins.repeat_interleave(sizes))
+    sizes = [number.numel() for number, _ in pairs]
+    for i, part in enumerate(torch.split(index, sizes)):
+        part.add_(i * NUM_BINS)
     bins = numbers.new_zeros(len(pairs) * NUM_BINS, dtype=torch.float32)
     return bins.index_add_(0, index, counted.float()).view(len(pairs), NUM_BINS)
 

@@ -253,7 +253,7 @@ class StepObserver:
     def counted(
         self, placements: Sequence[Placement], num_tokens: Sequence[int], output: Tensor
     ) -> Tensor:
-        """Return `output`, with a tap that counts a forward and measures nothing.
+        """Return `output`, with a tap that counts the backward of a forward and measures nothing.
 
         Args:
             placements: the linears whose GEMMs gave the output; several for grouped experts.

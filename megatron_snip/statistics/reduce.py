@@ -137,8 +137,8 @@ def _fill(table: Tensor, rows: Mapping[K, Tensor], keys: Sequence[K]) -> None:
 def _batch_tokens(linears: Sequence[LinearInfo], counts: Sequence[BatchCounts]) -> float:
     """Return the number of tokens of the batch, T of the equations.
 
-    Experts do not tell: they may drop tokens, and their rows may be padded. They are asked only
-    where no backward reaches another linear, which then has counted no tokens.
+    Experts do not tell: they may drop tokens, and their rows may be padded. Where dense linears
+    have counted no tokens, because no backward reaches them, experts must do.
     """
     of_experts = 0.0
     of_dense = 0.0

@@ -116,11 +116,26 @@ def test_a_pin_of_a_tied_linear_holds_for_the_others() -> None:
     assert options_of(measured.first_plan(None, 0).plan) == ["fp8", "fp4", "fp4"]
 
 
+def test_pins_of_tied_linears_that_contradict_each_other_are_named_as_they_were_given() -> None:
+    with pytest.raises(UsageError, match=rf"no plan satisfies: pin {B}=fp8; pin {C}=fp4"):
+        first(ties=((B, C),), pins=f"{B}=fp8,{C}=fp4", efficiency_target=0.0)
+
+
+def test_linears_that_a_glob_ties_in_get_their_pins_in_one_order() -> None:
+    """Ranks and resumed runs compare pins as texts."""
+    pins = f"{A}=bf16,*.layers.9*=fp8"
+    plans = run_plans(ties=((A, C, B),), pins=pins, efficiency_target=0.0)
+    assert plans.config.pins == (f"{A}=bf16", f"{B}=bf16", f"{C}=bf16", "*.layers.9*=fp8")
+
+
 def test_pins_lower_the_default_target() -> None:
     """`--first-last-layers-bf16` of a job becomes such pins."""
     plans = run_plans(pins=f"{C}=bf16")
     assert plans.config.efficiency_target == 0.5
     assert "the efficiency target is 0.5, the highest that" in plans.available.warnings[-1]
+    assert run_plans(pins=f"{C}=bf16", policy="uniform-fp8").config.efficiency_target == 0.75
+    with pytest.raises(UsageError, match="best reachable target is 0"):
+        first(pins="*=bf16")
 
 
 @pytest.mark.parametrize(

@@ -57,10 +57,16 @@ def test_pinned_linears_and_plans_short_of_the_target_keep_all_options() -> None
 
 
 @pytest.mark.parametrize(
-    ("target", "others"), [(0.7, {"fp4"}), (0.5, {"bf16-fp4-fp4"}), (0.3, {"bf16-fp4-fp4", "bf16"})]
+    ("target", "ties", "others"),
+    [
+        (0.7, (), {"fp4"}),
+        (0.5, (), {"bf16-fp4-fp4"}),
+        (0.3, (), {"bf16-fp4-fp4", "bf16"}),
+        (0.4, ((0, 1),), {"bf16", "fp4", "bf16-fp4-fp4"}),
+    ],
 )
 def test_a_linear_whose_low_options_are_forbidden_leaves_the_order_to_the_others(
-    target: float, others: set[str]
+    target: float, ties: tuple[tuple[int, int], ...], others: set[str]
 ) -> None:
     costs = {}
     forbidden = {}
@@ -69,7 +75,8 @@ def test_a_linear_whose_low_options_are_forbidden_leaves_the_order_to_the_others
         forbidden[text] = cost if text == "bf16" else cost.model_copy(update={"quality_loss": None})
     rows = (row_of(0, forbidden), *(row_of(i, costs) for i in range(1, 4)))
     plan = plan_of(["fp4"] * 4, efficiency=1.0)
-    problem = PlanningProblem(linears=rows, target=target)
+    tied = tuple((name_of(i), name_of(j)) for i, j in ties)
+    problem = PlanningProblem(linears=rows, target=target, ties=tied)
     healed = make_plan(healing_problem(problem, plan, config("forward")), PlanSettings(), plan)
     first, *rest = map(str, healed.linears.values())
     # Above a half, dgrad and wgrad of three linears do not save enough without fprop.
