@@ -196,6 +196,7 @@ class Trainer:
             writers=[*writers, self.events],
             state=state,
             solver=solver,
+            microbatch_tokens=self.config.micro_batch_size * self.config.seq_length,
             train_iters=self.config.train_iters,
             num_done=num_done,
         )
