@@ -1,7 +1,7 @@
 """Events that the controller reports, and the writers that record them.
 
-Within an iteration `Settings` comes first, if at all, and `Metrics` last. A `Notice` may come
-before or after the event that it tells of. Iterations are Megatron's (1-based).
+Within an iteration `Settings` comes first, if at all, and `Metrics` last. The others
+come in any order. Iterations are Megatron's (1-based).
 """
 
 import logging

@@ -100,8 +100,8 @@ def reduce_sums(
         sum_over(expert_rows, control)
 
     named = [dict(zip(layout.columns, row, strict=True)) for row in sums.statistics.tolist()]
-    # Parts of a microbatch, such as a third for each call of a layer that is repeated three times,
-    # add up to whole ones with rounding errors.
+    # A layer that is repeated three times counts a third of a microbatch in each call. Rounding
+    # removes the error of adding thirds.
     in_batch = [BatchCounts(round(count, 6), tokens) for count, tokens in batch.tolist()]
     batch_tokens = _batch_tokens(linears, in_batch)
     decoded = []
@@ -137,8 +137,8 @@ def _fill(table: Tensor, rows: Mapping[K, Tensor], keys: Sequence[K]) -> None:
 def _batch_tokens(linears: Sequence[LinearInfo], counts: Sequence[BatchCounts]) -> float:
     """Return the number of tokens of the batch, T of the equations.
 
-    Experts do not tell: they may drop tokens, and their rows may be padded. Where dense linears
-    have counted no tokens, because no backward reaches them, experts must do.
+    It is counted by dense linears, because experts may drop tokens, and their rows may be padded.
+    If no backward reaches a dense linear, it is counted by the experts.
     """
     of_experts = 0.0
     of_dense = 0.0
