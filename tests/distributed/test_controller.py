@@ -217,6 +217,32 @@ def test_a_policy_that_does_not_measure_follows_the_schedule(static: list[dict[s
     assert plans == [(1, 0.65), (2, 0.55), (3, 0.45), (4, 0.35), (5, 0.25), (9, 0.5)]
 
 
+def apply_fails_once() -> list[tuple[int, float]]:
+    """On ranks: the first plan for a new target cannot be applied; (iteration, target) of plans."""
+    snip = {**SNIP, "policy": "last-blocks", "target_schedule": "0:0.25,6:0.75"}
+    with layout({**MODEL, "train_iters": 14}) as trainer:
+        controller = trainer.controller(snip, SolverHere())
+        apply = controller.model.apply
+        failures = iter([MemoryError("no room")])
+
+        def apply_later(options: Any) -> None:
+            for failure in failures:
+                raise failure
+            apply(options)
+
+        with mock.patch.object(controller.model, "apply", apply_later):
+            trainer.advance(14, controller)
+        controller.close()
+        return [(i, applied.plan.target) for i, applied in trainer.events.applied]
+
+
+def test_a_target_whose_plan_could_not_be_applied_is_planned_for_again() -> None:
+    for plans in on_ranks("apply_fails_once"):
+        (first, low), (second, high) = plans
+        assert (first, low, high) == (1, 0.25, 0.75)
+        assert second == 6 + SNIP["interval"] + SNIP["lag"]
+
+
 @pytest.mark.parametrize(
     ("snip", "wanted"),
     [
