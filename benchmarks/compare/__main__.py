@@ -2,6 +2,7 @@
 
     python -m benchmarks.compare policies [--targets 0.85,0.95] [--formats fp3,fp4] [--seeds 6]
     python -m benchmarks.compare forks [--formats fp3,fp4] [--pairs 48] [--data-seeds 2]
+    python -m benchmarks.compare kinds
     python -m benchmarks.compare table [--figure FILE.svg] [--page FILE.md ..]
     (each with --quick, which takes ten minutes, --scenario outliers, --results FILE)
 
@@ -10,6 +11,7 @@ have equal shares of FLOPs in the low format. `forks`: from one warm-up, branche
 of all GEMMs in the low format, in complementary pairs; a regression gives each GEMM's cost. A
 branch is a row of benchmarks/results/policies.jsonl or compare.jsonl. A row that exists is not made
 again, so a command resumes where it was stopped, and more seeds, targets or variants add rows.
+`kinds` prints the weights of the policy `norms-kinds` from the rows of `forks`.
 """
 
 from __future__ import annotations
@@ -29,13 +31,19 @@ from benchmarks.compare import curve
 from benchmarks.compare.estimated import estimate, estimate_table
 from benchmarks.compare.figure import draw
 from benchmarks.compare.forks import Fit, fit, fork_table, run_forks
+from benchmarks.compare.kinds import kinds_table
 from benchmarks.compare.policies import policy_table, run_policies
 from benchmarks.compare.runs import SCENARIOS, SETUPS
 from benchmarks.compare.store import ResultStore, groups
 from benchmarks.machine import RESULTS
 from megatron_snip.errors import UsageError
 
-FILES = {"policies": "policies.jsonl", "forks": "compare.jsonl", "table": "policies.jsonl"}
+FILES = {
+    "policies": "policies.jsonl",
+    "forks": "compare.jsonl",
+    "kinds": "compare.jsonl",
+    "table": "policies.jsonl",
+}
 """Where the rows of a command are."""
 
 END_MARK = "<!-- end -->"
@@ -56,6 +64,9 @@ def main() -> None:
     except UsageError as error:
         raise SystemExit(f"error: {error}") from None
     fits = _fits(options)
+    if options.command == "kinds":
+        print(kinds_table(fits))
+        return
     print(_tables(store.rows, fits))
     if options.figure:
         wanted = {"kind": "policies", "setup": options.setup, "scenario": options.scenario}
@@ -126,7 +137,7 @@ def _arguments() -> argparse.Namespace:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("command", choices=("policies", "forks", "table"))
+    parser.add_argument("command", choices=tuple(FILES))
     parser.add_argument("--setup", choices=SETUPS, default="small")
     parser.add_argument("--quick", dest="setup", action="store_const", const="quick",
                         help="--setup quick: a smaller model and shorter runs")  # fmt: skip

@@ -23,7 +23,7 @@ from benchmarks.compare.variants import (
     plan_of,
     snip_costs,
 )
-from megatron_snip.divergence.quality_loss import absolute_error, norm_bound, relative_error
+from megatron_snip.divergence.quality_loss import absolute_error, gemm_norm_bound, relative_error
 from megatron_snip.options import Option
 from megatron_snip.statistics.records import StatisticsTable
 from megatron_snip.types import Gemm
@@ -94,7 +94,7 @@ def _write_scores(options: argparse.Namespace, low: str, table: StatisticsTable)
     distance = (max(int(n.split(".")[2]) for n in linears)) / 2
     scores = {
         "snip": [snip[item] for item in items],
-        "norms": [norm_bound(linears[n], alone[g]) for n, g in items],
+        "norms": [gemm_norm_bound(linears[n], alone[g], g) for n, g in items],
         "min-abs-err": [absolute_error(linears[n], alone[g]) for n, g in items],
         "min-rel-err": [relative_error(linears[n], alone[g]) for n, g in items],
         "fprop only": [float(g == Gemm.FPROP) for _, g in items],
@@ -125,14 +125,18 @@ class Fit:
         flops: [items].
         scores: {name: [items]}, from one measurement of the checkpoint.
         costs: of the items.
-        num_runs: that the costs come from.
+        design: [runs, items], 1 for an item that is low in a run; complements adjoin.
+        gap: [runs], 1e-3 nat.
+        data: [runs], the data seed.
     """
 
     items: list[Item]
     flops: np.ndarray
     scores: dict[str, list[float]]
     costs: analysis.Costs
-    num_runs: int
+    design: np.ndarray
+    gap: np.ndarray
+    data: np.ndarray
 
 
 def fit(rows: list[dict[str, Any]], results: Path) -> Fit | None:
@@ -159,8 +163,9 @@ def fit(rows: list[dict[str, Any]], results: Path) -> Fit | None:
         low_half = _halves(items, k)[half]
         design[row] = [item in low_half for item in items]
     gap = np.array([found[variant][pair] for variant, pair in pairs])
-    costs = analysis.regress(design, gap, np.array([pair[1] for _, pair in pairs]))
-    return Fit(items, np.array(known["flops"]), known["scores"], costs, len(pairs))
+    data = np.array([pair[1] for _, pair in pairs])
+    costs = analysis.regress(design, gap, data)
+    return Fit(items, np.array(known["flops"]), known["scores"], costs, design, gap, data)
 
 
 def fork_table(fitted: Fit) -> str:
@@ -190,7 +195,7 @@ def fork_table(fitted: Fit) -> str:
     regret = analysis.best_plan_regret(costs, np.where(fprop, costs.cost, alike), flops, TARGET)
     return "\n\n".join(
         (
-            f"{fitted.num_runs} runs. Standard error of a GEMM's cost "
+            f"{len(fitted.gap)} runs. Standard error of a GEMM's cost "
             f"{np.sqrt(np.diag(costs.covariance)).mean():.2f}; residual {costs.residual:.2f}; "
             f"held-out share of variance explained {costs.additivity:.2f}.",
             analysis.markdown(

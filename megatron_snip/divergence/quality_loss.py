@@ -29,11 +29,13 @@ was measured linear by linear; docs/measuring.md judges them on others.
 The scores of the baselines are sums over the GEMMs. A and B are the operands of a GEMM, and C is
 the third of X, W and G. The error of an operand in a format is measured once (X and W in the tiles
 of fprop, G in those of wgrad), and used for all GEMMs. `norms` bounds the change of the loss by
-Frobenius norms, to first order in the errors, like the bound in the paper. The three scores:
+Frobenius norms, to first order in the errors, like the bound in the paper; `norms_fprop`,
+`norms_dgrad` and `norms_wgrad` are its terms. The scores:
 
-    abs_error = sum of |Q(A) - A| + |Q(B) - B|
-    rel_error = sum of |Q(A) - A| / |A| + |Q(B) - B| / |B|
-    norms     = sum of |C| (|A| |Q(B) - B| + |Q(A) - A| |B|)
+    abs_error  = sum of |Q(A) - A| + |Q(B) - B|
+    rel_error  = sum of |Q(A) - A| / |A| + |Q(B) - B| / |B|
+    norms_GEMM = |C| (|A| |Q(B) - B| + |Q(A) - A| |B|)
+    norms      = norms_fprop + norms_dgrad + norms_wgrad
 
 The functions that compute scores raise KeyError if a format of the option was not measured, and
 ValueError if a sum under a root is negative, and OverflowError if one is too large.
@@ -58,7 +60,12 @@ from typing import Any
 from megatron_snip.config import LossDivergence, SnipConfig
 from megatron_snip.files import without_nan
 from megatron_snip.options import BF16, Option
-from megatron_snip.planning.problem import LinearChoices, OptionCost, PlanningProblem
+from megatron_snip.planning.problem import (
+    LinearChoices,
+    OptionCost,
+    PlanningProblem,
+    norms_score,
+)
 from megatron_snip.planning.restrictions import Refusals
 from megatron_snip.statistics.records import LinearStatistics, StatisticsTable
 from megatron_snip.topology import LinearInfo
@@ -202,14 +209,13 @@ def planning_problem(table: DivergenceTable, target: float) -> PlanningProblem:
         costs = {}
         for option, divergence in table.linears[linear.name].items():
             # A linear that was not measured has one value, 0 or NaN, in all its scores.
-            norms = divergence.abs_error
+            scores = dict.fromkeys(("norms", *map(norms_score, Gemm)), divergence.abs_error)
             if _was_measured(linear):
-                norms = _or_nan(norm_bound, linear, option)
-            scores = {
-                "abs_error": divergence.abs_error,
-                "rel_error": divergence.rel_error,
-                "norms": norms,
-            }
+                for gemm in Gemm:
+                    bound = partial(gemm_norm_bound, gemm=gemm)
+                    scores[norms_score(gemm)] = _or_nan(bound, linear, option)
+                scores["norms"] = sum(scores[norms_score(gemm)] for gemm in Gemm)
+            scores |= {"abs_error": divergence.abs_error, "rel_error": divergence.rel_error}
             costs[str(option)] = OptionCost(
                 quality_loss=divergence.quality_loss,
                 saving=option.share_in(table.lowest_format),
@@ -321,22 +327,19 @@ def _operand_errors(linear: LinearStatistics, option: Option) -> Iterator[tuple[
             yield getattr(found, error_square), getattr(linear, square)
 
 
-def norm_bound(linear: LinearStatistics, option: Option) -> float:
-    """Return `norms` of the module's docstring."""
-    total = 0.0
-    for gemm in Gemm:
-        if option[gemm] == "bf16":
-            continue
-        found = linear.formats[option[gemm]]
-        norm = {}
-        error = {}
-        for operand, (error_square, square) in _ERROR_FIELDS.items():
-            norm[operand] = math.sqrt(getattr(linear, square))
-            error[operand] = math.sqrt(getattr(found, error_square))
-        a, b = GEMM_OPERANDS[gemm]
-        (c,) = set(Operand) - {a, b}  # the third tensor is no operand of this GEMM
-        total += norm[c] * (norm[a] * error[b] + error[a] * norm[b])
-    return total
+def gemm_norm_bound(linear: LinearStatistics, option: Option, gemm: Gemm) -> float:
+    """Return `norms_GEMM` of the module's docstring; 0 for bf16."""
+    if option[gemm] == "bf16":
+        return 0.0
+    found = linear.formats[option[gemm]]
+    norm = {}
+    error = {}
+    for operand, (error_square, square) in _ERROR_FIELDS.items():
+        norm[operand] = math.sqrt(getattr(linear, square))
+        error[operand] = math.sqrt(getattr(found, error_square))
+    a, b = GEMM_OPERANDS[gemm]
+    (c,) = set(Operand) - {a, b}  # the third tensor is no operand of this GEMM
+    return norm[c] * (norm[a] * error[b] + error[a] * norm[b])
 
 
 def _was_measured(linear: LinearStatistics) -> bool:

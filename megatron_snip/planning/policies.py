@@ -6,7 +6,8 @@
     layer-type, layer-id,   with options per GEMM lets the last linear be lowered in part
     last-blocks
     random-gemm,            order the GEMMs of all linears and lower them in turn
-    grads-first
+    grads-first,
+    norms-gemm, norms-kinds
     uniform-OPTION          gives every linear that is not pinned this option, or the nearest one of
                             no lower precision that it can run; ignores the target
 
@@ -32,7 +33,7 @@ from megatron_snip.planning.constraints import (
     fixed_columns,
 )
 from megatron_snip.planning.option_table import Ints, Mask, OptionTable
-from megatron_snip.planning.problem import PlanningProblem, parse_option
+from megatron_snip.planning.problem import PlanningProblem, norms_score, parse_option
 from megatron_snip.planning.restrictions import nearest_option
 from megatron_snip.planning.search import Solution, lower_bound, solve
 from megatron_snip.planning.settings import PlanSettings
@@ -44,6 +45,11 @@ UNIFORM = "uniform-"
 KIND_ORDER = ("linear_fc1", "linear_proj", "linear_qkv", "linear_fc2")
 """Order of `layer-type`, the first to be lowered first; other kinds come before all of them. fc2
 has the outliers of gated activations and qkv the softmax behind it, so they come last."""
+
+
+KIND_WEIGHTS = {Gemm.FPROP: 1.0, Gemm.DGRAD: 0.024, Gemm.WGRAD: 0.051}
+"""Of `norms-kinds`: what a bound by norms costs in loss, relative to that of an fprop. Fitted to
+runs of one model by `python -m benchmarks.compare kinds`, which prints their errors."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -321,6 +327,34 @@ def _grads_first(request: Request, task: Task) -> list[Item]:
     return sorted(items, key=lambda item: (item[1] == Gemm.FPROP, rank[item[0]]))
 
 
+def _norms_gemm(request: Request, task: Task) -> list[Item]:
+    """Order dgrad and wgrad of all linears before fprop, each by their bounds by norms."""
+    bounds = _norms_per_gain(request, task)
+    return sorted(bounds, key=lambda item: (item[1] == Gemm.FPROP, bounds[item]))
+
+
+def _norms_kinds(request: Request, task: Task) -> list[Item]:
+    """Order all GEMMs by their bounds by norms, weighted by kind of GEMM (`KIND_WEIGHTS`)."""
+    bounds = _norms_per_gain(request, task)
+    return sorted(bounds, key=lambda item: KIND_WEIGHTS[item[1]] * bounds[item])
+
+
+def _norms_per_gain(request: Request, task: Task) -> dict[Item, float]:
+    """Return each GEMM's bound by norms in the option of most gain, by the gain of its linear.
+
+    The three GEMMs of a linear have equal FLOPs, so a third of the gain is that of one.
+    """
+    lowest = columns_of_most_gain(task)
+    highest = columns_of_least_gain(task)
+    gains = task.integer_floors[-1].gains
+    bounds = {}
+    for row in np.flatnonzero(lowest != highest).tolist():  # others cannot be lowered
+        gain = float(gains[row, lowest[row]] - gains[row, highest[row]])
+        for gemm in Gemm:
+            bounds[row, gemm] = _score(request, norms_score(gemm), row, int(lowest[row])) / gain
+    return bounds
+
+
 def _uniform(option: str, request: Request) -> Solution:
     """Fix every linear that is not pinned, as one more pin."""
     constraints = request.constraints
@@ -366,6 +400,8 @@ POLICIES: dict[str, Policy] = {
         Policy("last-blocks", lowered_in(_last_blocks)),
         Policy("grads-first", gemms_lowered_in(_grads_first), granularity="gemm"),
         Policy("norms", lowered_in(_by_score("norms", per_gain=True)), needs_statistics=True),
+        Policy("norms-gemm", gemms_lowered_in(_norms_gemm), True, "gemm"),
+        Policy("norms-kinds", gemms_lowered_in(_norms_kinds), True, "gemm"),
     )
 }
 """Every policy by name, except `uniform-OPTION`, which is made from its option."""

@@ -26,6 +26,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 from megatron_snip.errors import UsageError, naming_field
 from megatron_snip.files import Label, read_json, read_record, write_atomic
 from megatron_snip.options import Option
+from megatron_snip.types import Gemm
 
 MAX_STAGE = 9999
 """Largest pipeline stage; a plan lists every stage up to the largest."""
@@ -41,6 +42,11 @@ _Pin = Annotated[tuple[Label, Label], Field(strict=False)]
 _Share = Annotated[float, Field(ge=0.0, le=1.0)]
 
 parse_option = lru_cache(maxsize=4096)(Option.parse)
+
+
+def norms_score(gemm: Gemm) -> str:
+    """Return the name of the score that bounds a GEMM's error by Frobenius norms."""
+    return f"norms_{gemm.value}"
 
 
 class OptionCost(BaseModel):

@@ -2,10 +2,13 @@
 
 import itertools
 from collections.abc import Collection
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
+from megatron_snip.config import SnipConfig
+from megatron_snip.divergence.quality_loss import divergence_table, planning_problem
 from megatron_snip.errors import InfeasiblePlanError, UsageError
 from megatron_snip.options import Granularity, enumerate_options
 from megatron_snip.planning.constraints import assignment_of_most_gain
@@ -14,6 +17,7 @@ from megatron_snip.planning.planner import make_plan
 from megatron_snip.planning.policies import POLICIES, get_policy, policy_names
 from megatron_snip.planning.problem import LinearChoices, OptionCost, PlanningProblem
 from megatron_snip.planning.settings import PlanSettings
+from tests.unit.divergence.build import errors, linear, table
 from tests.unit.planning.build import MODULES, constraints_of, name_of, options_of, problem_of
 from tests.unit.planning.instances import random_instance
 from tests.unit.planning.oracle import brute_force
@@ -117,7 +121,8 @@ def test_reported_conflicts_are_minimal_and_the_best_target_is_the_largest() -> 
 
 LINEARS = ("random", "min-abs-err", "min-rel-err", "norms", "layer-type", "layer-id", "last-blocks")
 """They lower one linear after the other."""
-GEMMS = ("random-gemm", "grads-first")
+GEMMS = ("random-gemm", "grads-first", "norms-gemm", "norms-kinds")
+NORMS = ("norms_fprop", "norms_dgrad", "norms_wgrad")
 
 
 def problem_in_layers(
@@ -131,8 +136,11 @@ def problem_in_layers(
         options = {}
         for option in enumerate_options(("fp8", "fp4"), granularity):
             share, scores = option.share_in("fp4"), {"abs_error": score, "rel_error": score}
+            scores |= {"norms": share * score}
+            for norms, gemm_format in zip(NORMS, option.formats, strict=True):
+                scores[norms] = score * (gemm_format == "fp4")
             options[str(option)] = OptionCost(
-                quality_loss=share * loss, saving=share, scores={**scores, "norms": share * score}
+                quality_loss=share * loss, saving=share, scores=scores
             )
         name = name_of(layer, kind)
         linears.append(LinearChoices(name=name, stage=layer // 3, flops=flops, options=options))
@@ -244,6 +252,70 @@ def test_local_errors_are_lowered_smallest_first_and_unknown_ones_last(
     assert lowered(policy, problem, 0.75) == [name_of(0), name_of(1), name_of(2)]
     with pytest.raises(UsageError, match=f"needs the score '{score}'"):
         plan_under(policy, problem_of([[0.0, 1.0]] * 2))
+
+
+@pytest.mark.parametrize(
+    ("policy", "weights", "classes"),
+    [
+        ("norms-gemm", (1.0, 1.0, 1.0), (1, 0, 0)),  # dgrad and wgrad stand before fprop
+        ("norms-kinds", (1.0, 0.024, 0.051), (0, 0, 0)),
+    ],
+)
+@pytest.mark.parametrize("target", [0.3, 0.75, 0.9])
+def test_gemms_are_lowered_in_the_order_of_their_bounds_by_norms(
+    policy: str, weights: tuple[float, ...], classes: tuple[int, ...], target: float
+) -> None:
+    """From norms of operands and errors: the paper's bound for each GEMM, by hand."""
+    random = np.random.default_rng(7)
+    rows = []
+    places: list[tuple[int, float, str, int]] = []
+    for index in range(9):
+        x, w, g, ex, ew, eg = random.lognormal(0, 1, 6)
+        found = linear(
+            index,
+            fp8=errors(0.01),
+            fp4=errors(1.0, input_error_square=ex**2, weight_error_square=ew**2,
+                       grad_error_square=eg**2),
+        )  # fmt: skip
+        flops = float(random.integers(1, 5)) * 3
+        found = replace(
+            found, input_square=x**2, weight_square=w**2, grad_square=g**2, flops_per_token=flops
+        )
+        rows.append(found)
+        bounds = (g * (x * ew + ex * w), x * (g * ew + eg * w), w * (g * ex + eg * x))
+        for k, bound in enumerate(bounds):
+            places.append((classes[k], weights[k] * bound / flops, found.name, k))
+    low: dict[str, set[int]] = {row.name: set() for row in rows}
+    missing = target * sum(row.flops_per_token for row in rows)
+    flops_of = {row.name: row.flops_per_token for row in rows}
+    for _, _, name, k in sorted(places):
+        if missing > 1e-9:
+            missing -= flops_of[name] / 3
+            low[name].add(k)
+    table_of_options = divergence_table(
+        table(*rows), enumerate_options(("fp8", "fp4"), "gemm"), "fp4", SnipConfig()
+    )
+    made = plan_under(policy, planning_problem(table_of_options, target))
+    found_low = {
+        name: {k for k, gemm_format in enumerate(option.formats) if gemm_format == "fp4"}
+        for name, option in made.linears.items()
+    }
+    assert found_low == low
+
+
+def test_policies_by_norms_need_their_scores_and_options_per_gemm() -> None:
+    problem = problem_in_layers(2, granularity="gemm")
+    bare = [
+        row.model_copy(
+            update={"options": {
+                name: cost.model_copy(update={"scores": {}}) for name, cost in row.options.items()
+            }}
+        )
+        for row in problem.linears
+    ]  # fmt: skip
+    for policy in ("norms-gemm", "norms-kinds"):
+        with pytest.raises(UsageError, match="needs the score 'norms_fprop'"):
+            plan_under(policy, problem.model_copy(update={"linears": tuple(bare)}))
 
 
 def test_uniform_policies_ignore_the_target_and_respect_pins() -> None:
