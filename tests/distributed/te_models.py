@@ -29,6 +29,7 @@ from megatron_snip.linears.discovery import current_topology
 from megatron_snip.linears.model import PlannedModel
 from megatron_snip.linears.te.machine import measured_format, this_machine
 from megatron_snip.trainer import model as trainer_model
+from tests.distributed import frozen_runs
 from tests.distributed.small_model import layout, refresh_json, save_random_plan
 from tests.models import EXPERTS, FP32, build, copy_weights
 from tests.te.observed import Seen, agree, observed
@@ -65,6 +66,12 @@ def frozen(values: dict[str, Any]) -> dict[str, Any]:
         "with": _frozen({**MODEL, **values}, {"interval": 2, "start_step": 1}),
         "without": _frozen({**MODEL, **values}, {"start_step": 9}),
     }
+
+
+def frozen_numbers(name: str) -> dict[str, Any]:
+    """On ranks: a run of `frozen_runs` with Transformer Engine's linears."""
+    with _linears(te=True):
+        return frozen_runs.frozen(name)
 
 
 def latent(values: dict[str, Any]) -> dict[str, Any]:
