@@ -32,7 +32,13 @@ NEEDED = ("numpy", "torch", "megatron-core", "ortools")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """There are no flags."""
+    """Add the command's flags."""
+    parser.add_argument(
+        "--changes",
+        action="store_true",
+        help="list what SNIP replaces in Megatron, Transformer Engine, torch and Python: why, the "
+        "upstream issue, and when the entry can go",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -58,7 +64,10 @@ def run(args: argparse.Namespace) -> int:
         return 1
     from megatron_snip.cli import machine  # it imports torch
 
-    machine.show(out)
+    if args.changes:
+        machine.show_changes(out)
+    else:
+        machine.show(out)
     return 0
 
 

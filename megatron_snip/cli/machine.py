@@ -12,6 +12,7 @@ from megatron_snip.formats import FORMATS
 from megatron_snip.kernels import launch
 from megatron_snip.linears.te.machine import Machine, te_support, this_machine
 from megatron_snip.linears.te.recipe_table import RECIPES
+from megatron_snip.patches.changes import CHANGES
 from megatron_snip.patches.install import CORE_PATCHES, LOOPS
 
 
@@ -24,6 +25,22 @@ def show(out: Console) -> None:
         _print_runs(out, machine)
     _print_functions(out)
     out.print(f"Recommended on this machine:\n  {recommended_command(machine)}", soft_wrap=True)
+
+
+def show_changes(out: Console) -> None:
+    """Print the registry of changes, with what was found of each entry here."""
+    for change in CHANGES:
+        out.print("\n".join(change.targets), markup=False, soft_wrap=True, style="bold")
+        rows = {
+            "why": change.reason,
+            "upstream": change.upstream,
+            "releases": change.releases,
+            "goes": change.until,
+            "file": change.where,
+            "here": change.found(),
+        }
+        for name, text in rows.items():
+            out.print(f"  {name:9}{text}", markup=False, soft_wrap=True)
 
 
 def recommended_command(machine: Machine) -> str:

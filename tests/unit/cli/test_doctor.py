@@ -108,3 +108,10 @@ def test_a_command_names_the_package_that_cannot_be_imported(tmp_path: Path) -> 
         "megatron-snip: cannot import numpy: OSError: libx.so.9: no such file; "
         "install it again ('megatron-snip doctor' shows what else is broken)\n"
     )
+
+
+def test_changes_are_listed_with_reason_upstream_and_end(printed: Any) -> None:
+    text = printed("doctor", "--changes")
+    assert "transformer_engine.pytorch:initialize_ub" in text
+    assert "https://github.com/NVIDIA/Megatron-LM/issues/5641" in text
+    assert text.count("\n  goes ") == text.count("\n  why ") > 20
