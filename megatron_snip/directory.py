@@ -23,16 +23,17 @@ MARKER = ".megatron-snip"
 OWN_FOLDERS = ("plans", "problems", "divergences", "health", "precision")
 """Folders of a marked directory that hold one file per iteration."""
 
-OWN_FILES = re.compile(
+_RECORD = (
     r"config\.yaml|versions\.json|data\.json|calibration\.json|metrics\.jsonl"
     rf"|({'|'.join(OWN_FOLDERS)})/\d+\.json"
     r"|tensorboard/events\.out\.tfevents\.[^/]*"
-    r"|report\.html|report/[a-z0-9-]+\.(png|svg|html|json)"
 )
+OWN_FILES = re.compile(rf"{_RECORD}|report\.html|report/[a-z0-9-]+\.(png|svg|html|json)")
 """Paths below a marked directory that SNIP writes."""
 
 _FOLDERS = re.compile(
     rf"{'|'.join(OWN_FOLDERS)}|report|tensorboard|data_index|data(/python-source-[^/]*)?"
+    r"|\.?wandb"  # W&B takes `.wandb` where there is one
 )
 _FILES = re.compile(
     rf"{re.escape(MARKER)}|data_index/[^/]*|data/python-source-[^/]*/[^/]*|{OWN_FILES.pattern}"
@@ -47,6 +48,19 @@ def own_files(directory: Path) -> Iterator[Path]:
     for name, entry in _entries_below(directory):
         if OWN_FILES.fullmatch(name) and entry.is_file(follow_symlinks=False):
             yield Path(entry)
+
+
+def run_with(path: Path) -> Path | None:
+    """Return the marked directory in which a path is a file of the run; None if it is in none.
+
+    The file need not exist. A report, which is made from a run, is not a file of it.
+    """
+    path = path.parent.resolve() / path.name
+    for directory in path.parents[:2]:
+        name = path.relative_to(directory).as_posix()
+        if re.fullmatch(_RECORD, name) and (directory / MARKER).is_file():
+            return directory
+    return None
 
 
 def check_new_run(directory: Path, overwrite: bool) -> None:

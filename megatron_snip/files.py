@@ -9,8 +9,8 @@ import contextlib
 import errno
 import os
 import re
+import secrets
 import stat
-import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
@@ -44,7 +44,13 @@ _MAX_DEPTH = 32
 _MAX_ALIASES = 8
 
 
-def read_text(path: Path, source: str, max_bytes: int = MAX_BYTES, plain: bool = False) -> str:
+def read_text(
+    path: Path,
+    source: str,
+    max_bytes: int = MAX_BYTES,
+    plain: bool = False,
+    errors: str = "strict",
+) -> str:
     """Read a UTF-8 text file that is not trusted.
 
     Args:
@@ -52,6 +58,7 @@ def read_text(path: Path, source: str, max_bytes: int = MAX_BYTES, plain: bool =
         source: how error messages call it.
         max_bytes: the largest size that is read.
         plain: whether a link is refused: for files that the user does not name.
+        errors: what becomes of bytes that are not UTF-8, as in `bytes.decode`.
 
     Raises:
         UsageError: if it cannot be read, is not a regular file (a device or a pipe may never
@@ -68,7 +75,7 @@ def read_text(path: Path, source: str, max_bytes: int = MAX_BYTES, plain: bool =
             while status.st_size <= max_bytes and len(data) <= max_bytes:
                 part = os.read(stream.fileno(), _READ_BYTES)
                 if not part:
-                    return data.decode("utf-8")
+                    return data.decode("utf-8", errors)
                 data += part
         raise UsageError(f"{source} is larger than {max_bytes >> 20} MiB")
     except UnicodeDecodeError:
@@ -288,15 +295,15 @@ def write_atomic(path: Path, text: str) -> None:
             os.set_blocking(stream.fileno(), True)  # a reader may be slow
             stream.write(text)
         return
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
+    # Not mkstemp, whose files are private: their mode could only be set with the umask, which a
+    # process with threads must not change in order to read it.
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
+    handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
     try:
         with os.fdopen(handle, "w", encoding="utf-8") as stream:
             stream.write(text)
             stream.flush()
             os.fsync(stream.fileno())
-        mask = os.umask(0)  # mkstemp makes the file private; files of ours are not
-        os.umask(mask)
-        os.chmod(temporary, 0o666 & ~mask)
         os.replace(temporary, path)
     except BaseException:
         with contextlib.suppress(FileNotFoundError):

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from megatron_snip.cli.common import integer, new_table, positive, write_output
+from megatron_snip.cli.common import check_output, integer, new_table, positive, write_output
 from megatron_snip.errors import UsageError
 from megatron_snip.formats import FORMATS, get_format
 from megatron_snip.linears.calibrate import TimedShape, measure, this_setup
@@ -54,6 +54,7 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         UsageError: for bad input, or if the table cannot be written.
     """
+    check_output(args.output, (args.config,), "table of seconds")
     shapes, tokens = _shapes(args)
     given = [get_format(name.strip()).name for name in args.formats.split(",")]
     formats = list(dict.fromkeys(given))

@@ -2,13 +2,15 @@
 
 import argparse
 import contextlib
+from collections.abc import Iterable
 from pathlib import Path
 
 from rich import box
 from rich.table import Table
 
+from megatron_snip.directory import run_with
 from megatron_snip.errors import UsageError
-from megatron_snip.files import write_atomic
+from megatron_snip.files import read_json, write_atomic
 
 LARGEST = 2**31 - 1
 """Limit of flags that take a number: no size, count or iteration is larger."""
@@ -48,17 +50,74 @@ def positive(text: str) -> float:
     raise argparse.ArgumentTypeError(f"must be a number above 0, got '{text}'")
 
 
-def write_output(path: Path, text: str, make_folder: bool = False) -> None:
-    """Write a result to a file, atomically; its folder is made if asked for.
+def check_output(path: Path, inputs: Iterable[Path | None], kind: str = "") -> None:
+    """Refuse an output that would replace what a command reads, or another file of SNIP's.
+
+    Args:
+        path: the file to write; it need not exist.
+        inputs: the files that the command reads; None counts for nothing.
+        kind: what is written, of the values of `_KINDS`; empty for others.
 
     Raises:
-        UsageError: if it cannot be written, or is `-`, by which other programs mean stdout.
+        UsageError: if it is one of the inputs under any name, has the name of a run's own file in
+            the run's directory, holds a record of another kind, or is `-`, by which other programs
+            mean stdout.
     """
     if str(path) == "-":
         raise UsageError("--output: '-' is no file; /dev/stdout prints the result")
     try:
+        for given in inputs:
+            if given is not None and given.exists() and path.exists() and path.samefile(given):
+                raise UsageError(
+                    f"--output: '{path}' is '{given}', which this command reads; name another file"
+                )
+        run = run_with(path)
+        found = _kind_of(path)
+    except (OSError, ValueError):  # a name too long, or a NUL in it: writing says so
+        return
+    if run is not None:
+        raise UsageError(f"--output: '{path}' is a file of the run in '{run}'; name another file")
+    if found not in ("", kind):
+        raise UsageError(f"--output: '{path}' holds a {found}; name another file, or remove it")
+
+
+_KINDS = {
+    "digest": "plan",
+    "machine": "table of seconds",
+    "iteration": "measurement",
+    "target": "problem",
+}
+"""The first of these keys that a record has: what it is."""
+
+
+def _kind_of(path: Path) -> str:
+    """Return what record a file holds; empty where it is none, or there is no file."""
+    if not path.is_file():
+        return ""
+    try:
+        value = read_json(path, "file")
+    except UsageError:
+        return ""
+    if not isinstance(value, dict) or "linears" not in value:
+        return ""
+    return next((kind for key, kind in _KINDS.items() if key in value), "")
+
+
+def write_output(path: Path, text: str, make_folder: bool = False) -> None:
+    """Write a result to a file that `check_output` allows, atomically.
+
+    Args:
+        path: the file.
+        text: its content.
+        make_folder: whether its folder is made.
+
+    Raises:
+        UsageError: if it cannot be written.
+    """
+    try:
         if make_folder:
             path.parent.mkdir(parents=True, exist_ok=True)
         write_atomic(path, text)
-    except OSError as error:
-        raise UsageError(f"cannot write '{path}': {error.strerror or error}") from None
+    except (OSError, ValueError) as error:  # ValueError: a NUL in the name
+        reason = getattr(error, "strerror", None) or error
+        raise UsageError(f"cannot write '{path}': {reason}") from None

@@ -21,7 +21,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_snip.cli.common import integer, write_output
+from megatron_snip.cli.common import check_output, integer, write_output
 from megatron_snip.errors import UsageError
 from megatron_snip.flags import flag_name
 from megatron_snip.formats import FORMATS
@@ -160,6 +160,7 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         UsageError: for bad input, or options that cannot run on these GPUs.
     """
+    check_output(args.output, (args.plan,))
     plan = read_plan(args.plan)
     about = f"The {plan.policy} plan of iteration {plan.iteration} (digest {plan.digest[:12]})"
     if args.to == "te-precision":
@@ -201,6 +202,8 @@ def _export_precision_file(plan: PrecisionPlan, about: str, args: argparse.Names
     configs = export_configs(plan.linears, recipes, stages, args.fp8_param)
     _check_changes(changes, args)
     paths = stage_paths(args.output, len(configs))
+    for path in paths:
+        check_output(path, (args.plan,))
     comment = (
         f"{about} for",
         f"Transformer Engine on {machine}; read by Megatron's",

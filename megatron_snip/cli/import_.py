@@ -8,7 +8,7 @@ import argparse
 from collections import Counter
 from pathlib import Path
 
-from megatron_snip.cli.common import write_output
+from megatron_snip.cli.common import check_output, write_output
 from megatron_snip.cli.export import add_stage_flags, stages_from
 from megatron_snip.errors import UsageError
 from megatron_snip.files import read_yaml
@@ -45,6 +45,7 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         UsageError: for bad input, or recipes that are no format of a plan.
     """
+    check_output(args.output, (*args.files, args.problem), "plan")
     problem = read_problem(args.problem)
     stages = stages_from(args, num_layers(problem.names), known=problem.num_stages)
     if len(args.files) not in (1, stages.num_stages):

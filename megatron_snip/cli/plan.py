@@ -15,7 +15,7 @@ from typing import get_args
 from pydantic import ValidationError
 from rich.table import Table
 
-from megatron_snip.cli.common import integer, new_table, write_output
+from megatron_snip.cli.common import check_output, integer, new_table, write_output
 from megatron_snip.config import EfficiencyMeasure, PipelineBalance
 from megatron_snip.errors import InfeasiblePlanError, UsageError, naming_field
 from megatron_snip.files import first_problem
@@ -98,6 +98,8 @@ def run(args: argparse.Namespace) -> int:
     """
     if args.change_penalty is not None and args.previous is None:
         raise UsageError("--change-penalty needs --previous PLAN.json, the current plan")
+    if args.output is not None:
+        check_output(args.output, (args.problem, args.previous, args.calibration), "plan")
     problem, settings = inputs_from(args)
     heeds_target = get_policy(settings.policy).heeds_target
     for name in ("target", "pipeline_balance", "change_penalty"):

@@ -8,7 +8,7 @@ import logging
 from importlib.util import find_spec
 from pathlib import Path
 
-from megatron_snip.cli.common import write_output
+from megatron_snip.cli.common import check_output, write_output
 from megatron_snip.errors import UsageError
 
 logger = logging.getLogger(__name__)
@@ -46,6 +46,8 @@ def run(args: argparse.Namespace) -> int:
     from megatron_snip.reporting.report import make_report, read_reference
     from megatron_snip.reporting.run_record import read_run
 
+    output = (args.run / DIRECTORY if args.output is None else args.output) / FILE
+    check_output(output, (args.reference,))
     run = read_run(args.run)
     reference = None
     if args.reference is not None:
@@ -55,7 +57,6 @@ def run(args: argparse.Namespace) -> int:
             reference = read_reference(run.snip.reference)
         except UsageError as error:  # the run was copied, or is read from another folder
             logger.warning("the report has no loss gap: %s; see --reference", error)
-    output = args.run / DIRECTORY if args.output is None else args.output
-    write_output(output / FILE, make_report(run, reference), make_folder=True)
-    print(output / FILE)
+    write_output(output, make_report(run, reference), make_folder=True)
+    print(output)
     return 0

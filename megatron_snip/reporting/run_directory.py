@@ -311,10 +311,12 @@ def open_run(
 
 def _check_inputs(snip: Mapping[str, Any], old_files: Iterable[Path]) -> None:
     """Refuse settings that name a file among those that are deleted or moved before it is read."""
-    inputs = {name: snip[name] for name in ("plan_file", "calibration") if snip.get(name)}
+    settings = ("plan_file", "calibration", "reference")
+    inputs = {name: snip[name] for name in settings if snip.get(name)}
     named = {Path(value).resolve(): name for name, value in inputs.items()}
     for file in old_files:
-        name = named.get(file.resolve())
+        # A reference may be a run's directory; what counts there is its metrics.jsonl.
+        name = named.get(file.resolve()) or named.get(file.resolve().parent)
         if name is not None:
             raise UsageError(
                 f"'{inputs[name]}' is a file of an earlier run, which this run deletes or moves; "

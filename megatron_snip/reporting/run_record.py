@@ -6,6 +6,7 @@ checked, and a bad one is refused in one line.
 """
 
 import contextlib
+import logging
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +18,7 @@ from pydantic import AfterValidator, BaseModel, Field
 
 from megatron_snip.config import SnipConfig, make_config
 from megatron_snip.directory import check_plain
-from megatron_snip.errors import UsageError
+from megatron_snip.errors import UsageError, listing, shown
 from megatron_snip.files import (
     Label,
     checked,
@@ -31,6 +32,8 @@ from megatron_snip.options import BF16
 from megatron_snip.planning.plan import PrecisionPlan, read_plan
 from megatron_snip.planning.problem import PlanningProblem, parse_option, read_problem
 from megatron_snip.statistics.health_table import HealthTable
+
+logger = logging.getLogger(__name__)
 
 # Sums, and the axes of figures, must stay far from a double's overflow.
 _Number = Annotated[float, Field(ge=-1e150, le=1e150)] | None
@@ -329,20 +332,39 @@ def read_run(path: Path) -> RunRecord:
 def read_metrics(path: Path) -> MetricRows:
     """Read metrics.jsonl. A last line without its newline is left out.
 
+    Other lines that are no row, such as those that a crash of the machine left, are left out with
+    one warning, which names the first of them.
+
     Raises:
-        UsageError: if no iteration has ended, the file cannot be read, or a line is not a row.
+        UsageError: if no iteration has ended, the file cannot be read, or no line is a row.
     """
     rows: list[dict[str, Any]] = []
-    text = read_text(path, f"metrics file '{path}'") if path.exists() else ""
+    text = read_text(path, f"metrics file '{path}'", errors="replace") if path.exists() else ""
     lines = text.split("\n")[:-1]
+    bad: dict[int, UsageError] = {}
     for k, line in enumerate(lines, start=1):
         source = f"'{path}', line {k}"
-        row = checked(_Row, parse_json(line, source), source).model_dump(exclude_unset=True)
+        try:
+            row = checked(_Row, parse_json(line, source), source).model_dump(exclude_unset=True)
+        except UsageError as error:
+            bad[k] = error
+            continue
         while rows and rows[-1]["iteration"] >= row["iteration"]:
             rows.pop()  # the run went back to a checkpoint
         rows.append(row)
+    first_error = next(iter(bad.values()), None)
+    if not rows and first_error is not None:
+        raise first_error
     if not rows:
         raise UsageError(f"'{path}' has no metrics yet: no iteration has ended")
+    if first_error is not None:
+        logger.warning(
+            "snip: %d of %d lines are left out (%s): %s",
+            len(bad),
+            len(lines),
+            listing([str(number) for number in bad]),
+            shown(first_error),
+        )
     return MetricRows(tuple(rows))
 
 

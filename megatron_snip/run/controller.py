@@ -49,7 +49,7 @@ from megatron_snip.run.evaluation import Evaluations
 from megatron_snip.run.guard import Guard, Outcome
 from megatron_snip.run.metrics import StepMetrics
 from megatron_snip.run.observation import MIN_OPTIMIZER_STEPS, Observations
-from megatron_snip.run.plans import FirstPlan, RunPlans
+from megatron_snip.run.plans import FirstPlan, PlanSource, RunPlans
 from megatron_snip.run.replanner import Replanner
 from megatron_snip.run.schedule import RefreshSchedule
 from megatron_snip.run.solve import Solve
@@ -408,6 +408,13 @@ class SnipController:
         settings = [] if state is None else state.changes(self._plans.reported_settings())
         if settings:
             texts = [*settings, *first.changes]
+            left = () if state is None else changed_linears(state.plan, self.plan)
+            if left and first.source is not PlanSource.CHECKPOINT:
+                options = dict.fromkeys(str(self.plan.linears[name]) for name in left)
+                texts.append(
+                    f"{len(left)} of {len(self.plan.linears)} linears leave the checkpoint's plan "
+                    f"and run {', '.join(options)}"
+                )
             if first.is_outdated and not self._observations.suffice():
                 texts.append("the next refresh plans with them")
             return [f"this run resumes with other settings: {'; '.join(texts)}"]

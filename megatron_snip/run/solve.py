@@ -138,7 +138,12 @@ def plan_from_rank_0(
         try:
             return make().to_dict()
         except InfeasiblePlanError as error:
-            raise UsageError(str(error), "efficiency_target") from None
+            # Without a target that could be reached, pins contradict each other.
+            pins_conflict = error.best_target is None and any(
+                label.startswith("pin ") for label in error.conflicts
+            )
+            field = "pins" if pins_conflict else "efficiency_target"
+            raise UsageError(str(error), field) from None
 
     found = on_rank_0("planning", plan_dict, control)
     return attempt("reading the plan", lambda: PrecisionPlan.from_dict(found), control)

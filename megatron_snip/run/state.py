@@ -208,7 +208,11 @@ def reported_settings(
         file_digest: of the plan in the plan file; None without one.
     """
     versions = {name: installed_version(name) for name in PACKAGES}
+    settings = {name: getattr(config, name) for name in SnipConfig.model_fields}
+    # A resumed run is on, and may have moved.
+    del settings["enabled"], settings["output_dir"]
     return {
+        **_as_text(settings),
         **_plan_settings(config, file_digest),
         **_as_text({"backend": backend, **versions}),
         **{f"recipe of {name}": recipe for name, recipe in recipes.items()},

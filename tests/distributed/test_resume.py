@@ -220,6 +220,7 @@ def test_writers_get_the_default_target_that_the_linears_can_reach() -> None:
 def test_collecting_after_a_resume_runs_in_bf16() -> None:
     run = on_ranks("resume", changes={"collect_only": True})
     assert set(run["at start"]) == set(run["first iteration"]) == {"bf16"}
+    assert "8 of 8 linears leave the checkpoint's plan and run bf16" in run["warnings"][0]
 
 
 def test_a_new_plan_file_is_the_plan_and_the_same_one_is_not(tmp_path: Path) -> None:

@@ -65,6 +65,20 @@ def test_a_pipe_is_written_to_and_a_link_to_one_is_replaced(tmp_path: Path) -> N
     assert stat.S_ISFIFO(pipe.stat().st_mode)
 
 
+def test_a_file_has_the_mode_of_the_umask_which_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The umask is the process's: a thread that opens a file meanwhile would get another mode."""
+    former = os.umask(0o027)
+    try:
+        monkeypatch.setattr(os, "umask", lambda _: pytest.fail("the umask was changed"))
+        write_atomic(tmp_path / "file", "text")
+    finally:
+        monkeypatch.undo()
+        os.umask(former)
+    assert stat.S_IMODE((tmp_path / "file").stat().st_mode) == 0o640
+
+
 OWN = ("config.yaml", "metrics.jsonl", "plans/20.json", "tensorboard/events.out.tfevents.1.host")
 FOREIGN = ("data/my.bin", "plans/best.json", "plans/notes/20.json", "wandb/run.bin", "slurm-1.out")
 
@@ -111,7 +125,7 @@ def test_links_are_not_followed(tmp_path: Path) -> None:
     fill(elsewhere, "20.json")
     run = tmp_path / "run"
     mark(run)
-    folders = ("plans", "tensorboard", "report", "data", "data_index")
+    folders = ("plans", "tensorboard", "report", "data", "data_index", "wandb", ".wandb")
     for name in folders:
         (run / name).symlink_to(elsewhere)
     (run / "metrics.jsonl").symlink_to(elsewhere / "20.json")

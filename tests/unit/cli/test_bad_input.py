@@ -27,7 +27,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     linear = {"name": "a", "options": {"fp4": {"rel_error": "inf"}}}
     table = {"version": 2, "iteration": 8, "linears": [linear]}
     (folder / "run/divergences/8.json").write_text(json.dumps(table))
-    (folder / "empty").touch()
+    (folder / "run/.megatron-snip").touch()
+    (folder / "link.json").symlink_to("problem.json")
+    (folder / "hard.json").hardlink_to(folder / "problem.json")
+    (folder / "old").mkdir()
+    for name in ("empty", "t.json", "a.yaml", "train.yaml", "old/report.html"):
+        (folder / name).touch()
     (folder / "list.jsonl").write_text("[]\n")
     (folder / "loop").symlink_to("loop")
     return folder
@@ -76,6 +81,15 @@ BAD = {
         ("--cost time --calibration three.json", "calibration table 'three.json'"),
         ("--output /absent/folder/plan.json", "cannot write"),
         ("--output -", "--output: '-' is no file; /dev/stdout prints the result"),
+        ("--output problem.json", "'problem.json' is 'problem.json', which this command reads"),
+        ("--output ./run/../problem.json", "which this command reads"),
+        ("--output link.json", "'link.json' is 'problem.json', which this command reads"),
+        ("--output hard.json", "'hard.json' is 'problem.json', which this command reads"),
+        ("--previous plan.json --output plan.json", "'plan.json', which this command reads"),
+        ("--cost time --calibration t.json --output t.json", "which this command reads"),
+        ("--output run/metrics.jsonl", "is a file of the run in"),
+        ("--output run/plans/99.json", "is a file of the run in"),
+        ("--output 'a\0b'", "cannot write 'a\\x00b': "),
         ("--previous problem.json", "'problem.json' is a problem, and a plan is wanted"),
         (
             "--previous three.json",
@@ -116,6 +130,7 @@ BAD = {
         ("run --reference empty", "'empty' has no metrics yet"),
         ("x" * 300, "File name too long"),
         ("run --output run/config.yaml", "cannot write"),
+        ("run --reference old/report.html --output old", "which this command reads"),
         ("", "the following arguments are required: RUN"),
     ],
     "calibrate --output new.json": [
@@ -128,10 +143,14 @@ BAD = {
         ("--config absent.yaml", "'absent.yaml': No such file or directory"),
         ("--linear x=8x8 --output absent/t.json", "is no file in a folder that exists"),
         ("--linear x=8x8 --output .", "is no file in a folder that exists"),
-        ("--linear x=8x8 --output -", "'-' is no file in a folder that exists"),
+        ("--linear x=8x8 --output -", "'-' is no file; /dev/stdout prints the result"),
+        ("--linear x=8x8 --output plan.json", "'plan.json' holds a plan; name another file"),
+        ("--config train.yaml --output train.yaml", "which this command reads; name another"),
     ],
     "export plan.json --output new.yaml --capability": [
         ("ten", "--capability: must be like 9.0"),
+        ("10.0 --output plan.json", "'plan.json' is 'plan.json', which this command reads"),
+        ("10.0 --output three.json", "'three.json' holds a plan; name another file"),
         ("10.0 --pipeline-stages 3", "4 layers do not divide"),
         ("10.0 --pipeline-stages two", "--pipeline-stages: must be"),
         ("10.0 --chunk-layers 1,2", "3 layers in 2 chunks"),
@@ -140,6 +159,8 @@ BAD = {
     "import --problem problem.json --output new.json": [
         ("absent.yaml", "'absent.yaml': No such file or directory"),
         ("a.yaml b.yaml c.yaml", "one for each (--pipeline-stages changes their number)"),
+        ("a.yaml --output a.yaml", "'a.yaml' is 'a.yaml', which this command reads"),
+        ("absent.yaml --output problem.json", "'problem.json', which this command reads"),
         ("plan.json", "'plan.json' is no precision file of Megatron: no 'matchers'"),
         ("empty", "'empty' is no precision file of Megatron: no 'matchers'"),
         ("", "the following arguments are required: FILE.yaml"),

@@ -432,14 +432,32 @@ def test_settings_that_cannot_be_read_are_no_error(run: Path, snip: Any) -> None
         ('{"iteration": 1, "loss": -1e308}', "loss: must be greater than or equal to -1e+150"),
         ('{"iteration": 1, "notices": [{"kind": "guard"}]}', "notices.0.message: Field required"),
         ('{"iteration": 1', "is not valid JSON"),
+        ("", "is not valid JSON"),
     ],
 )
-def test_a_bad_row_is_named_with_its_line(tmp_path: Path, line: str, complaint: str) -> None:
+def test_a_bad_row_is_left_out_and_named_with_its_line(
+    tmp_path: Path, line: str, complaint: str, caplog: pytest.LogCaptureFixture
+) -> None:
     path = tmp_path / "metrics.jsonl"
-    path.write_text('{"iteration": 1}\n' + line + "\n")
-    with pytest.raises(UsageError, match=r"line 2") as caught:
+    rows = '{"iteration": 1}\n', '{"iteration": 2}\n'
+    path.write_text(f"{rows[0]}{line}\n{rows[1]}")
+    assert [row["iteration"] for row in read_metrics(path).rows] == [1, 2]
+    (warning,) = caplog.messages
+    assert f"'{path}', line 2" in warning and complaint in warning and "\n" not in warning
+    path.write_text(line + "\n")  # with no row at all there is nothing to report
+    with pytest.raises(UsageError, match="line 1"):
         read_metrics(path)
-    assert complaint in str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("tail", [b"", b" ", b"\0" * 512, b"\xff\xfe", b"[]", b"null", b"{}"])
+def test_lines_that_a_crash_left_are_left_out_with_one_warning(
+    tmp_path: Path, tail: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b'{"iteration": 1}\n' + tail + b"\n" + tail + b"\n")
+    assert read_metrics(path).last_iteration == 1
+    (warning,) = caplog.messages
+    assert "2 of 3 lines are left out (2, 3)" in warning
 
 
 def test_a_path_that_is_no_run_is_refused(run: Path, tmp_path: Path) -> None:

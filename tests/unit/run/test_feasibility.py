@@ -43,6 +43,12 @@ def test_constraints_that_cannot_be_met_fail_at_the_start() -> None:
         first(state_of(plan_of(["fp8"] * 4)))
 
 
+def test_pins_that_contradict_each_other_are_named_as_pins() -> None:
+    with pytest.raises(UsageError, match=r"^pins: no plan satisfies: pin") as caught:
+        first(pins=f"{A}=fp8,*=fp4", efficiency_target=0.0)
+    assert caught.value.field == "pins"
+
+
 def test_linears_that_run_the_job_s_option_only_keep_it_and_lower_the_target() -> None:
     refusals = {o: {B: "it is fixed"} for o in (BF16, FP4)}
     plans = run_plans(refusals, FP8_JOB)

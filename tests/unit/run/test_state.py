@@ -142,6 +142,29 @@ def test_a_resume_that_only_measures_says_so() -> None:
     assert state.changes(new) == ["collect_only False -> True"]
 
 
+@pytest.mark.parametrize(
+    ("setting", "value"),
+    [
+        ("loss_divergence", "first_plus_fisher"),
+        ("stat_decay", 0.25),
+        ("interval", 300),
+        ("change_penalty", 0.5),
+        ("guard", False),
+        ("alert", ("underflow>0.3",)),
+    ],
+)
+def test_a_resume_reports_every_setting_that_differs(setting: str, value: object) -> None:
+    former = SnipConfig()
+    state = ControllerState(
+        iteration=3,
+        plan=plan_of(["fp8"]),
+        settings=reported_settings(former, "simulate", {}),
+    )
+    changed = former.model_copy(update={setting: value, "output_dir": Path("elsewhere")})
+    (line,) = state.changes(reported_settings(changed, "simulate", {}))
+    assert line.startswith(f"{setting} ")
+
+
 def test_the_same_file_under_a_relative_path_is_no_change(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
