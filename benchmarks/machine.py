@@ -45,22 +45,39 @@ def write_result(path: Path, result: dict[str, Any]) -> None:
 
 
 def append_row(path: Path, row: dict[str, Any]) -> dict[str, Any]:
-    """Append a row to a JSON-lines file, below a line with its origin; return both as one."""
+    """Append a row to a JSON-lines file, below a line with its origin; return both as one.
+
+    The row is on disk when this returns. What a killed process left of a line is removed.
+    """
     origin = {**_origin(), "torch": torch.__version__}
     path.parent.mkdir(parents=True, exist_ok=True)
     rows = read_rows(path)
     known = bool(rows) and origin.items() <= rows[-1].items()
-    with path.open("a") as file:
-        for line in (row,) if known else (origin, row):
-            file.write(json.dumps(line, separators=(",", ":")) + "\n")
+    lines = (row,) if known else (origin, row)
+    text = "".join(json.dumps(line, separators=(",", ":")) + "\n" for line in lines)
+    with path.open("ab") as file:
+        file.truncate(_complete_size(path))
+        file.write(text.encode())
+        file.flush()
+        os.fsync(file.fileno())
     return {**origin, **row}
 
 
+def _complete_size(path: Path) -> int:
+    """Return the bytes of a file up to the end of its last complete line."""
+    return path.read_bytes().rfind(b"\n") + 1
+
+
 def read_rows(path: Path) -> list[dict[str, Any]]:
-    """Return the rows of a JSON-lines file, each with the origin above it; none without a file."""
+    """Return the rows of a JSON-lines file, each with the origin above it; none without a file.
+
+    A last line without its end was cut off when its process was killed, and is left out.
+    """
     rows: list[dict[str, Any]] = []
     origin: dict[str, Any] = {}
-    for line in path.read_text().splitlines() if path.exists() else ():
+    if not path.exists():
+        return rows
+    for line in path.read_bytes()[: _complete_size(path)].splitlines():
         row = json.loads(line)
         if "command" in row:
             origin = row

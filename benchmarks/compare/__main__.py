@@ -3,6 +3,7 @@
     python -m benchmarks.compare policies [--targets 0.85,0.95] [--formats fp3,fp4] [--seeds 6]
     python -m benchmarks.compare forks [--formats fp3,fp4] [--pairs 48] [--data-seeds 2]
     python -m benchmarks.compare kinds
+    python -m benchmarks.compare rival [--hours 10]
     python -m benchmarks.compare table [--figure FILE.svg] [--page FILE.md ..]
     (each with --quick, which takes ten minutes, --scenario outliers, --results FILE)
 
@@ -11,12 +12,14 @@ have equal shares of FLOPs in the low format. `forks`: from one warm-up, branche
 of all GEMMs in the low format, in complementary pairs; a regression gives each GEMM's cost. A
 branch is a row of benchmarks/results/policies.jsonl or compare.jsonl. A row that exists is not made
 again, so a command resumes where it was stopped, and more seeds, targets or variants add rows.
-`kinds` prints the weights of the policy `norms-kinds` from the rows of `forks`.
+`kinds` prints the weights of the policy `norms-kinds` from the rows of `forks`. `rival` makes the
+missing rows of its schedule, and prints its verdict once they are complete.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 import os
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -33,6 +36,7 @@ from benchmarks.compare.figure import draw
 from benchmarks.compare.forks import Fit, fit, fork_table, run_forks
 from benchmarks.compare.kinds import kinds_table
 from benchmarks.compare.policies import policy_table, run_policies
+from benchmarks.compare.rival import report, run_rival
 from benchmarks.compare.runs import SCENARIOS, SETUPS
 from benchmarks.compare.store import ResultStore, groups
 from benchmarks.machine import RESULTS
@@ -42,6 +46,7 @@ FILES = {
     "policies": "policies.jsonl",
     "forks": "compare.jsonl",
     "kinds": "compare.jsonl",
+    "rival": "rival.jsonl",
     "table": "policies.jsonl",
 }
 """Where the rows of a command are."""
@@ -53,7 +58,7 @@ END_MARK = "<!-- end -->"
 def main() -> None:
     """Run the command line."""
     options = _arguments()
-    store = ResultStore(options.results)
+    store = ResultStore(options.results, blind=options.command == "rival")
     try:
         if options.command == "policies":
             for low in options.formats:
@@ -61,6 +66,10 @@ def main() -> None:
                     run_policies(store, options, low, seed)
         elif options.command == "forks":
             run_forks(store, options)
+        elif options.command == "rival":
+            run_rival(store, options)
+            print(report(store.rows))
+            return
     except UsageError as error:
         raise SystemExit(f"error: {error}") from None
     fits = _fits(options)
@@ -153,6 +162,12 @@ def _arguments() -> argparse.Namespace:
         "--pairs", type=int, default=48, help="complementary pairs of `forks` for each data seed"
     )
     parser.add_argument("--data-seeds", type=int, default=2, help="continuations of `forks`")
+    parser.add_argument(
+        "--hours",
+        type=float,
+        default=math.inf,
+        help="of a core that `rival` may use; 0 only prints",
+    )
     parser.add_argument("--results", type=Path, help="file of the rows")
     parser.add_argument("--checkpoints", type=Path, help="keep warm models of this code here")
     parser.add_argument("--figure", type=Path, help="draw the gaps of a scenario here")

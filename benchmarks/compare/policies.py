@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from benchmarks.compare import analysis
-from benchmarks.compare.runs import SETUPS, warm_model
+from benchmarks.compare.runs import SETUPS, WarmModel, warm_model
 from benchmarks.compare.store import ResultStore
-from benchmarks.compare.variants import REPLAN, Formats, Plan, Planner, problems_of
-from megatron_snip.options import BF16
+from benchmarks.compare.variants import REPLANNED, Formats, Plan, Planner, problems_of
 from megatron_snip.planning.plan import assignment_digest
 
 LOSSES = ("loss", "loss_bf16", "training_loss", "quarters", "tokens")
@@ -20,8 +21,6 @@ LOSSES = ("loss", "loss_bf16", "training_loss", "quarters", "tokens")
 
 def run_policies(store: ResultStore, options: argparse.Namespace, low: str, seed: int) -> None:
     """Make one branch a variant and target from one warm model; branches with a row are left out.
-
-    A branch whose plan an earlier branch had, of any variant, gets the losses of that row.
 
     Raises:
         UsageError: if the rows of this seed started from another warm model.
@@ -33,34 +32,78 @@ def run_policies(store: ResultStore, options: argparse.Namespace, low: str, seed
     keys = [key for key in keys if not store.has(key)]
     if not keys:
         return
-    formats, saved = Formats(low), None
-    if options.checkpoints is not None:
-        saved = options.checkpoints / f"{options.setup}-{seed}.pt"
-    with warm_model(SETUPS[options.setup], seed, 1, options.scenario, saved) as warm:
-        start = warm.digest
-        store.check_start(place, start)
-        table = warm.measure((formats.high, low))
-        planner = Planner(problems_of(table, formats), formats, seed)
-        bf16: Plan = {linear.name: BF16 for linear in table.linears}
-        for key in keys:
-            name, target = key["variant"], key["target"]
-            plans = [bf16] if name == "bf16" else planner.plans(name, target)
+    with warm_model(
+        SETUPS[options.setup], seed, 1, options.scenario, saved_model(options, options.setup, seed)
+    ) as warm:
+        store.check_start(place, warm.digest)
+        run_branches(store, warm, keys)
 
-            def remake(name: str = name, target: float = target) -> list[Plan]:
-                table = warm.measure((formats.high, low))
-                return Planner(problems_of(table, formats), formats, seed).plans(name, target)
 
-            digest = None
-            if len(plans) == 1 and name != REPLAN:
-                digest = assignment_digest(plans[0])[:12]
-            known = store.select({**place, "plan": digest}) if digest else []
+def saved_model(options: argparse.Namespace, setup: str, seed: int) -> Path | None:
+    """Return where a warm model is kept; None without --checkpoints."""
+    return options.checkpoints and options.checkpoints / f"{setup}-{seed}.pt"
+
+
+def run_branches(
+    store: ResultStore,
+    warm: WarmModel,
+    keys: Sequence[Mapping[str, Any]],
+    goes_on: Callable[[], bool] = lambda: True,
+) -> None:
+    """Make a branch for each key, all of one setup, scenario and seed.
+
+    A branch whose plan an earlier branch had, of any variant, gets the losses of that row, which
+    `equal_to` names.
+
+    Args:
+        store: gets the rows.
+        warm: the model.
+        keys: of the rows.
+        goes_on: asked before each branch.
+    """
+    start = warm.digest
+
+    def new_planner(low: str, seed: int) -> Planner:
+        formats = Formats(low)
+        return Planner(problems_of(warm.measure((formats.high, low)), formats), formats, seed)
+
+    # All before the first branch: a branch changes the weights.
+    planners = {
+        low: new_planner(low, key["seed"]) for low, key in {k["low"]: k for k in keys}.items()
+    }
+    for key in keys:
+        if not goes_on():
+            return
+        name, target = key["variant"], key["target"]
+        planner = planners[key["low"]]
+        plans = [planner.bf16] if name == "bf16" else planner.plans(name, target)
+        row: dict[str, Any] = {**key, "start": start, "plan": None}
+        row["share"] = round(planner.share(plans[0]), 4)
+        if name in REPLANNED:
+            made: list[Plan] = []
+
+            def remake(key: Mapping[str, Any] = key, made: list[Plan] = made) -> list[Plan]:
+                made += new_planner(key["low"], key["seed"]).plans(key["variant"], key["target"])
+                return made
+
+            result = warm.branch(plans, 0, remake)
+            row["plans"] = [_digest(plan) for plan in (*plans, *made)]
+        elif len(plans) > 1:
+            result = warm.branch(plans, 0)
+        else:
+            row["plan"] = _digest(plans[0])
+            place = {k: key[k] for k in ("kind", "setup", "scenario", "seed", "data_seed")}
+            known = store.select({**place, "start": start, "plan": row["plan"]})
             if known:
                 result = {k: known[0][k] for k in LOSSES}
+                row["equal_to"] = [known[0][k] for k in ("low", "variant", "target")]
             else:
-                result = warm.branch(plans, 0, remake if name == REPLAN else None)
-            share = round(planner.share(plans[0]), 4)
-            row = {**key, "start": start, "plan": digest, "share": share}
-            store.add({**row, **_rounded(result)})
+                result = warm.branch(plans, 0)
+        store.add({**row, **_rounded(result)})
+
+
+def _digest(plan: Plan) -> str:
+    return assignment_digest(plan)[:12]
 
 
 def _rounded(result: dict[str, Any]) -> dict[str, Any]:

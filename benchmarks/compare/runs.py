@@ -55,6 +55,19 @@ SETUPS = {
         8,
         2,
     ),
+    "deep": Setup({"num_layers": 8, "ffn_hidden_size": 384, "lr": 1e-3, "min_lr": 1e-3}, 200, 100),
+    "experts": Setup(  # two of four experts for each token
+        {
+            "num_layers": 6,
+            "ffn_hidden_size": 256,
+            "num_experts": 4,
+            "moe_ffn_hidden_size": 256,
+            "lr": 1e-3,
+            "min_lr": 1e-3,
+        },
+        200,
+        100,
+    ),
     "gqa": Setup(  # four heads share keys and values, and the output layer is ten times wider
         {
             "num_layers": 6,

@@ -17,7 +17,7 @@ from megatron_snip.divergence.quality_loss import (
     divergence_table,
     planning_problem,
 )
-from megatron_snip.options import Granularity, Option, enumerate_options
+from megatron_snip.options import BF16, Granularity, Option, enumerate_options
 from megatron_snip.planning.planner import make_plan
 from megatron_snip.planning.policies import POLICIES, get_policy
 from megatron_snip.planning.problem import PlanningProblem
@@ -71,7 +71,8 @@ def share_of(low: set[Item], flops: Mapping[str, float]) -> float:
     return sum(flops[name] for name, _ in low) / (3 * sum(flops.values()))
 
 
-REPLAN = "replan"
+REPLANNED = {"replan": "snip-gemm", "replan-norms-gemm": "norms-gemm"}
+"""Variants whose plan is made again after half of a branch, and what makes their plans."""
 
 
 def exact_fill(sizes: Sequence[int], total: int) -> list[bool]:
@@ -113,6 +114,11 @@ class Planner:
         self._units = sum(whole) // math.gcd(*whole)
         self._orders: dict[str, list[set[Item]]] = {}
 
+    @property
+    def bf16(self) -> Plan:
+        """The plan with all linears in BF16."""
+        return dict.fromkeys(self._flops, BF16)
+
     def equal_share(self, target: float) -> float:
         """Return the share nearest to `target` that complete linears can have.
 
@@ -128,8 +134,7 @@ class Planner:
         """Return a variant's plan, or with healing one for each `HEALING_PARTS`-th of a branch.
 
         Args:
-            name: a policy, `snip-linear`, `snip-gemm`, `heal-ORDER`, or REPLAN, which is
-                `snip-gemm` whose plan is made again after half of a branch.
+            name: a policy, `snip-linear`, `snip-gemm`, `heal-ORDER`, or one of REPLANNED.
             target: share of FLOPs in the low format, made attainable by `equal_share`.
 
         Raises:
@@ -138,10 +143,10 @@ class Planner:
         share = self.equal_share(target)
         if name in HEALING:
             return self._healing(name.removeprefix("heal-"), share)
-        return [self._plan(name, share)]
+        return [self._plan(REPLANNED.get(name, name), share)]
 
     def _plan(self, name: str, share: float) -> Plan:
-        if name in ("snip-linear", "snip-gemm", REPLAN):
+        if name in ("snip-linear", "snip-gemm"):
             problem = self._problems["linear" if name == "snip-linear" else "gemm"]
             return make_plan(problem, PlanSettings(target=share)).linears
         steps = self._order(name)
