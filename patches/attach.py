@@ -71,7 +71,7 @@ def attach(
     state, warning = _resumed_state(session.loaded_state, num_done, topology)
     if warning is not None and topology.rank == 0:
         logger.warning("snip: %s", warning)
-    microbatch_tokens, encoder_tokens = microbatch_tokens_of(args)
+    microbatch_tokens, encoder_tokens = microbatch_tokens_of(args, int(args.micro_batch_size))
     session.controller = SnipController(
         config,
         model,
@@ -82,6 +82,7 @@ def attach(
         topology=topology,
         microbatch_tokens=microbatch_tokens,
         encoder_tokens=encoder_tokens,
+        evaluation_tokens=microbatch_tokens_of(args, evaluation_samples_of(args)),
         calibration_cache=run_directory_of(config, args) / "calibration.json",
         train_iters=getattr(args, "train_iters", None),
         num_done=num_done,
@@ -101,17 +102,32 @@ def attach(
         )
 
 
-def microbatch_tokens_of(args: Any) -> tuple[int | None, int | None]:
+def evaluation_samples_of(args: Any) -> int:
+    """Return what the samples in every microbatch of evaluations are a multiple of.
+
+    Args:
+        args: Megatron's settings. `eval_micro_batch_size` is Megatron-LM's from 0.18 on, and
+            Megatron-Bridge's. With `full_validation` one sample at a time is read.
+    """
+    if getattr(args, "full_validation", False):
+        return 1
+    return int(getattr(args, "eval_micro_batch_size", None) or args.micro_batch_size)
+
+
+def microbatch_tokens_of(args: Any, samples: int) -> tuple[int | None, int | None]:
     """Return the tokens of a microbatch that a language model and an encoder of it read.
 
     Both are None if sequences vary in length.
+
+    Args:
+        args: Megatron's settings.
+        samples: sequences of the microbatch.
     """
     if getattr(args, "variable_seq_lengths", False):
         return None, None
     length = int(args.seq_length)
     # Set for a T5, and by pretrain_vlm.py: there `seq_length` is the number of image tokens.
     decoder_length = int(getattr(args, "decoder_seq_length", None) or length)
-    samples = int(args.micro_batch_size)
     return samples * decoder_length, samples * length
 
 

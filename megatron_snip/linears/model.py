@@ -1,7 +1,8 @@
 """All planned linears of this rank: install the overrides, apply a plan, undo."""
 
 from collections import Counter
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -18,7 +19,7 @@ from megatron_snip.linears.planned_linear import PlannedLinear
 from megatron_snip.linears.runtime import Runtime
 from megatron_snip.linears.te.fresh_weights import FreshWeights
 from megatron_snip.linears.te.fused_mlp import FusedMLP, fused_mlps
-from megatron_snip.linears.te.gathered_weights import GatheredWeights
+from megatron_snip.linears.te.gathered_weights import GatheredWeights, gather_weights
 from megatron_snip.linears.te.linear import RecipeTELinear
 from megatron_snip.linears.te.machine import (
     Machine,
@@ -28,7 +29,7 @@ from megatron_snip.linears.te.machine import (
 )
 from megatron_snip.linears.te.modules import te_kind
 from megatron_snip.linears.te.simulated import SimulatedTELinear
-from megatron_snip.options import Option
+from megatron_snip.options import BF16, Option
 from megatron_snip.planning.plan import PrecisionPlan
 from megatron_snip.statistics.sharded import local
 from megatron_snip.topology import LinearInfo, Placement, Topology
@@ -117,6 +118,54 @@ class PlannedModel:
         self._options = dict(options)
         for linear in self.linears:
             linear.option = options[linear.name]
+
+    def gather_weights(self, optimizer: Any) -> None:
+        """All ranks, before a forward: gather the weights if the plan needs exact copies.
+
+        Gradients are zeroed then. Ranks that share weights have the same plan, so they lack the
+        same copies. Nothing is done where no copy is missing.
+
+        Args:
+            optimizer: Megatron's.
+        """
+        gathered = [each for each in self._overrides if isinstance(each, GatheredWeights)]
+        if any(each.lacks_copies for each in gathered):
+            gather_weights(self.chunks, optimizer)
+
+    def evaluation_refusals(self, options: Sequence[Option] = ()) -> list[str]:
+        """All ranks: return why evaluations cannot run options that training can run.
+
+        The list is empty if they can. Transformer Engine needs multiples of some number of tokens,
+        and a microbatch of an evaluation may have another number than one of training.
+
+        Args:
+            options: what any linear may run, the same on all ranks. Empty: what each runs now.
+        """
+        if self.runtime.evaluation_tokens is None:
+            return []
+        own = set()
+        for linear in self.linears:
+            if isinstance(linear, RecipeTELinear):
+                possible = [each for each in options if linear.refusal(each) is None]
+                reasons = map(linear.evaluation_refusal, possible if options else [linear.option])
+                own |= {reason for reason in reasons if reason is not None}
+        ranks = gather_json(sorted(own), self.runtime.topology.control)
+        return sorted({reason for rank in ranks for reason in rank})
+
+    @contextmanager
+    def running_as_job(self) -> Iterator[None]:
+        """All ranks, while no forward-backward runs: run what the job itself runs in the block."""
+        job = self.job_options()
+        if set(job.values()) == {BF16}:
+            with self.runtime.running_in_bf16():
+                yield
+            return
+        options = self._options
+        self.apply(job)
+        try:
+            yield
+        finally:
+            self.apply(options)
 
     def job_options(self) -> dict[str, Option]:
         """All ranks: return the option that stands for what the job itself runs, by linear."""

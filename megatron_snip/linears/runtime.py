@@ -23,6 +23,7 @@ class Runtime:
         microbatch_tokens: tokens of a microbatch, over all ranks that share it; None if the number
             varies or is not known. See `tokens_of`.
         encoder_tokens: those that an encoder reads, if they are others: of a T5.
+        evaluation_tokens: the same two of an evaluation's microbatch; None if they are the same.
         iteration: Megatron's iteration, 1-based.
         in_bf16: whether linears run as Megatron runs them, whatever their option.
         observer: watches every linear's forward and backward, or None.
@@ -33,6 +34,7 @@ class Runtime:
     seed: int
     microbatch_tokens: int | None = None
     encoder_tokens: int | None = None
+    evaluation_tokens: tuple[int | None, int | None] | None = None
     iteration: int = 0
     in_bf16: bool = False
     observer: StepObserver | None = None
@@ -40,18 +42,20 @@ class Runtime:
     _weights: dict[str, WeightCache] | None = None
     _num_backwards: Counter[str] = field(default_factory=Counter)
 
-    def tokens_of(self, name: str) -> int | None:
+    def tokens_of(self, name: str, in_evaluation: bool = False) -> int | None:
         """Return the tokens of a microbatch that enter a linear that is not an expert's.
 
         Args:
             name: name of the linear. Those of the encoder of a T5, and the decoder's linears that
                 multiply the encoder's output, have the encoder's tokens.
+            in_evaluation: whether it is a microbatch of an evaluation.
         """
+        decoder, encoder = self.microbatch_tokens, self.encoder_tokens
+        if in_evaluation and self.evaluation_tokens is not None:
+            decoder, encoder = self.evaluation_tokens
         block, _, module = split_linear_name(name)
         reads_encoder = block == "encoder" or module == "cross_attention.linear_kv"
-        if reads_encoder and self.encoder_tokens is not None:
-            return self.encoder_tokens
-        return self.microbatch_tokens
+        return encoder if reads_encoder and encoder is not None else decoder
 
     @contextmanager
     def training_pass(self, iteration: int) -> Iterator[None]:

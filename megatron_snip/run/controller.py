@@ -93,6 +93,7 @@ class SnipController:
         solver: SolverProcess | None = None,
         microbatch_tokens: int | None = None,
         encoder_tokens: int | None = None,
+        evaluation_tokens: tuple[int | None, int | None] | None = None,
         calibration_cache: Path | None = None,
         train_iters: int | None = None,
         num_done: int = 0,
@@ -110,6 +111,7 @@ class SnipController:
             solver: what solves on rank 0; by default a process of its own.
             microbatch_tokens: samples of a microbatch times their length; None if they vary.
             encoder_tokens: the same for the encoder, where it reads another number (a T5).
+            evaluation_tokens: the same two of an evaluation's microbatch; by default the same.
             calibration_cache: a file of rank 0 that stores measured seconds for a resumed run.
             train_iters: the last iteration of the run; healing needs it.
             num_done: iterations that the weights were trained for; with a state, its iteration
@@ -130,6 +132,8 @@ class SnipController:
         self.model = PlannedModel(
             model, topology, seed, config.backend, microbatch_tokens, encoder_tokens
         )
+        if evaluation_tokens != (microbatch_tokens, encoder_tokens):
+            self.model.runtime.evaluation_tokens = evaluation_tokens
         self._plans = RunPlans(config, self.model, train_iters, calibration_cache)
         self.config = self._plans.config
 
@@ -145,8 +149,10 @@ class SnipController:
                 self._reporter.warn(warning)
 
         # What the controller drives: schedule, observations, guard, alerts, solver, evaluations.
-        self._make_owners(optimizer, seed, solver, num_done)
+        self._optimizer = optimizer
+        self._make_owners(seed, solver, num_done)
         self._warn_if_nothing_is_measured(train_iters)
+        self.evaluations.warn_if_a_plan_cannot_run(self._plans.available.options)
 
         self._has_trained = False
 
@@ -172,9 +178,7 @@ class SnipController:
             self._reporter.write(Event(num_done, settings))
         self._start(state, first, num_done)
 
-    def _make_owners(
-        self, optimizer: Any, seed: int, solver: SolverProcess | None, num_done: int
-    ) -> None:
+    def _make_owners(self, seed: int, solver: SolverProcess | None, num_done: int) -> None:
         """All ranks: make what the controller drives.
 
         All but `evaluations` own an entry of SNIP's state in a checkpoint (`state_dict`,
@@ -183,11 +187,13 @@ class SnipController:
         config = self.config
         runtime = self.model.runtime
         self._schedule = RefreshSchedule(config, num_done)
-        self._observations = Observations(config, self.model, self._plans.available, optimizer)
+        self._observations = Observations(
+            config, self.model, self._plans.available, self._optimizer
+        )
         # A plan that never changes is not judged.
         is_guarded = config.guard and self._schedule.changes_plans
         sigmas = config.guard_sigmas if is_guarded else None
-        self._guard = Guard(sigmas, self.model, optimizer, self._plans.job_fallback)
+        self._guard = Guard(sigmas, self.model, self._optimizer, self._plans.job_fallback)
         self._alerts = Alerts(config.alerts)
         settings = PlanSettings(**config.planning_values(), seed=seed)
         if runtime.topology.rank != 0 or not self._schedule.changes_plans:
@@ -196,7 +202,7 @@ class SnipController:
             solver = SolverProcess()
         self._solve = Solve(settings, self._control, solver)
         self.evaluations = Evaluations(
-            config.eval_precision, runtime, self._reporter, self._observations, num_done
+            config.eval_precision, self.model, self._reporter, self._observations, num_done
         )
 
     @property
@@ -237,6 +243,7 @@ class SnipController:
         self._guard.begin(iteration)
         is_repeated = self._note_state_before(iteration)
         self._apply_due_plan(iteration, kwargs.get("num_microbatches", 1))
+        self.model.gather_weights(self._optimizer)
         self._begin_due_refresh(iteration)
         # Which part of the linears this iteration measures; None: it does not measure.
         part = self._schedule.take_part(iteration)
@@ -289,6 +296,7 @@ class SnipController:
             A function to call in place of Megatron's forward-backward function. Its first argument
             is Megatron's function. With `--snip-eval-precision both` it runs each microbatch twice.
         """
+        self.model.gather_weights(self._optimizer)
         return self.evaluations.running(name, self.plan)
 
     def end_evaluation(self) -> None:

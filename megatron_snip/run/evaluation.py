@@ -3,12 +3,15 @@
 --snip-eval-precision plan    the plan's precision
                       bf16    BF16
                       both    each microbatch twice, under the plan and again in BF16
+
+Where the plan cannot run the tokens of an evaluation's microbatch (`--eval-micro-batch-size`), the
+evaluation runs what the job itself runs.
 """
 
 import logging
 import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,9 +19,11 @@ import torch
 from megatron.core import parallel_state
 
 from megatron_snip.collectives import sum_over
+from megatron_snip.linears.model import PlannedModel
 from megatron_snip.linears.runtime import Runtime
 from megatron_snip.linears.snapshot import TrainingStateSnapshot
 from megatron_snip.log import log_failure
+from megatron_snip.options import Option
 from megatron_snip.planning.plan import PrecisionPlan
 from megatron_snip.reporting.events import Reporter
 from megatron_snip.run.observation import Observations
@@ -47,7 +52,7 @@ class Evaluations:
     def __init__(
         self,
         precision: str,
-        runtime: Runtime,
+        model: PlannedModel,
         reporter: Reporter,
         observations: Observations,
         iteration: int,
@@ -56,7 +61,7 @@ class Evaluations:
 
         Args:
             precision: `--snip-eval-precision`.
-            runtime: the runtime of the planned linears.
+            model: the planned linears.
             reporter: what logs the cost of a plan.
             observations: what predicts the cost of a plan.
             iteration: the last iteration that is done.
@@ -64,7 +69,7 @@ class Evaluations:
         self.precision = precision
         self.iteration = iteration
         self.iteration_is_open = False
-        self._runtime = runtime
+        self._model = model
         self._reporter = reporter
         self._observations = observations
         self._counts: Counter[str] = Counter()  # by name, since the last iteration began
@@ -74,6 +79,20 @@ class Evaluations:
     def run_twice(self) -> bool:
         """Whether an evaluation runs each microbatch under the plan and again in BF16."""
         return self.precision == "both"
+
+    def warn_if_a_plan_cannot_run(self, options: Sequence[Option]) -> None:
+        """All ranks: say whether some plans cannot run the tokens of evaluations.
+
+        Args:
+            options: what the run's plans may give a linear.
+        """
+        refusals = [] if self.precision == "bf16" else self._model.evaluation_refusals(options)
+        if refusals:
+            self._reporter.warn(
+                "evaluations run what the job itself runs, and not the plan, while a linear has an "
+                f"option that cannot run their tokens: {'; '.join(refusals)}; change "
+                "--eval-micro-batch-size to evaluate every plan"
+            )
 
     def begin_iteration(self, iteration: int) -> None:
         """Evaluations from here on belong to an iteration."""
@@ -113,13 +132,16 @@ class Evaluations:
             What to call in place of Megatron's forward-backward function, which is its first
             argument.
         """
-        if self.run_twice:
-            paired = PairedEvaluation(self._runtime)
+        if self.precision == "bf16":
+            with self._model.runtime.running_in_bf16():
+                yield run_once
+        elif self._model.evaluation_refusals():
+            with self._model.running_as_job():
+                yield run_once
+        elif self.run_twice:
+            paired = PairedEvaluation(self._model.runtime)
             yield paired.run
             self._report_increase(name, plan, paired)
-        elif self.precision == "bf16":
-            with self._runtime.running_in_bf16():
-                yield run_once
         else:
             yield run_once
 

@@ -205,6 +205,7 @@ class Guard:
             snapshot.restore()
             prepare_next_pass(step.chunks, self._optimizer)
             self._model.apply(under.linears)
+            self._model.gather_weights(self._optimizer)
             return self._run(iteration, step)
 
         with tolerating_non_finite():

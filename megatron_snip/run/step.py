@@ -15,12 +15,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from megatron.core.full_cuda_graph import FullCudaGraphWrapper
-from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.rerun_state_machine import RerunStateMachine
 from megatron.core.utils import get_model_config
 
 from megatron_snip.collectives import any_rank, sum_over
+from megatron_snip.linears.te.gathered_weights import gathers_in_forward, stage_weights
 from megatron_snip.log import log_failure
 from megatron_snip.statistics.optimizer_state import gradient_of
 from megatron_snip.statistics.sharded import local
@@ -180,24 +179,8 @@ def prepare_next_pass(chunks: Sequence[torch.nn.Module], optimizer: Any) -> None
         optimizer: Megatron's.
     """
     zero_gradients(chunks, optimizer)
-    if not any(map(_gathers_from_gradient_buffers, chunks)):
-        return
-    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
-        if isinstance(part, DistributedOptimizer):
-            part._copy_main_params_to_param_buffer()
-
-
-def _gathers_from_gradient_buffers(chunk: torch.nn.Module) -> bool:
-    """Return whether a chunk's next forward gathers weights that share a buffer with gradients."""
-    config: Any = getattr(chunk, "ddp_config", None)
-    if not getattr(config, "reuse_grad_buf_for_mxfp8_param_ag", False):
-        return False
-    if not config.overlap_param_gather:
-        return False
-    # The hooks are removed while weights are already gathered, for example in a first iteration.
-    # A graph of the complete iteration gathers without them.
-    hooks: Any = getattr(chunk, "remove_forward_pre_hook_handles", {})
-    return bool(hooks) or FullCudaGraphWrapper.cuda_graph.get("training") is not None
+    if any(map(gathers_in_forward, chunks)):
+        stage_weights(optimizer)
 
 
 class StepLoss:

@@ -64,6 +64,21 @@ def test_plans_start_from_what_the_recipe_runs_and_respect_its_bf16_layers(lab: 
     assert {recipes[name] for name in edges} == {"bf16"} != set(recipes.values())
 
 
+def test_an_evaluation_that_no_recipe_can_run_runs_in_bf16(lab: Lab) -> None:
+    """Training has 64 tokens, and evaluations 16: MXFP8 and NVFP4 need multiples of 32."""
+    length = ["model.seq_length=16", "dataset.seq_length=16", "train.micro_batch_size=4"]
+    sizes = ["validation.eval_global_batch_size=2", "validation.eval_micro_batch_size=1"]
+    words = [*length, *sizes, *SNIP, "--snip-formats", "bf16,fp8", "--snip-eval-precision"]
+    run = lab.run("llama-pp2", [*words, "plan"])
+    truth = lab.run("llama-pp2", [*words, "bf16"])
+    assert weights(run) == weights(truth)
+    assert [r["evaluated"] for r in run.finished()] == [r["evaluated"] for r in truth.finished()]
+    assert applied_plans(run) == [5, 9], run.report
+    text = "evaluations run what the job itself runs, and not the plan"
+    (line,) = [line for line in snip_lines(run) if text in line]
+    assert "a multiple of 32 tokens on each rank, and a microbatch has 16" in line
+
+
 def recipes_of(output: Path, iteration: int) -> dict[str, str]:
     """Recipe of each linear from an iteration on, as the run recorded it."""
     file = output / "precision" / f"{iteration}.json"

@@ -61,10 +61,15 @@ TE = ["--transformer-impl", "transformer_engine"]
 MAMBA = ["--mamba-num-groups", "2", "--mamba-state-dim", "16", "--mamba-head-dim", "32"]
 LATENT = ["--multi-latent-attention", "--q-lora-rank", "64", "--kv-lora-rank", "64"]
 LATENT += ["--v-head-dim", "32", "--qk-head-dim", "32", "--qk-pos-emb-head-dim", "32"]
+DSA = [*LATENT, "--dsa-indexer-n-heads", "4", "--dsa-indexer-head-dim", "64"]
+DSA += ["--dsa-indexer-topk", "16", "--no-dsa-indexer-rotate-activation"]
+DELTA_NET = ["--linear-key-head-dim", "8", "--linear-value-head-dim", "8"]
+DELTA_NET += ["--linear-num-key-heads", "16", "--linear-num-value-heads", "16"]
 MTP = ["--position-embedding-type", "rope"]
 WITH_TE = {
     "te": (1, TE),
     "te dp2": (2, [*TE, *OVERLAP]),
+    "te dist-opt2": (2, [*TE, "--use-distributed-optimizer"]),
     "te pp2": (2, [*TE, *PP2]),
     "te ep2": (2, [*TE, *EXPERTS, "--moe-grouped-gemm", "--moe-token-dispatcher-type", "alltoall"]),
     "te fsdp2": (2, [*FSDP2, *TE]),
@@ -81,6 +86,8 @@ WITH_TE = {
         ],
     ),
     "hybrid-pp2": (2, [*LAYOUTS["pp2"][1], *TE, *MAMBA, "--hybrid-layer-pattern", "M*|-M"]),
+    "delta-net": (1, [*TE, *DELTA_NET, "--hybrid-layer-pattern", "G*-G"]),
+    "dsa": (1, [*TE, *DSA, "--hybrid-layer-pattern", "D-D-"]),
     "mtp": (2, [*LAYOUTS["pp2"][1], *MTP, "--mtp-num-layers", "1"]),
     "mtp-repeated": (1, [*MTP, "--mtp-num-layers", "2", "--mtp-use-repeated-layer"]),
     "latent": (2, [*LAYOUTS["tp2"][1], *TE, *LATENT]),

@@ -10,6 +10,7 @@ TINY_EARLY: SNIP may measure before the optimizer has made ten steps.
 TINY_AUTO: the script imports megatron_snip.auto, before all else.
 TINY_BREAK: the loss is infinite whenever a linear runs FP4.
 TINY_FAULTS: every refresh fails, as in `faults.py`.
+TINY_FUSED_WGRAD: weight gradients are added in a GEMM, as is the default on a GPU.
 TINY_RESTART: a second training in the same process, as in-process restart does.
 """
 
@@ -28,6 +29,7 @@ if "TINY_AUTO" in os.environ:
 
 import torch
 from megatron.core import parallel_state
+from megatron.core.datasets.utils import Split
 from megatron.core.enums import ModelType
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import (
@@ -82,8 +84,9 @@ if "TINY_BREAK" in os.environ:
 class MadeUpText(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
     """Sequences that a small model can learn: each token is one or two after the one before."""
 
-    def __init__(self, samples: int, length: int, vocabulary: int) -> None:
+    def __init__(self, samples: int, length: int, vocabulary: int, split: Split) -> None:
         self.samples, self.length, self.vocabulary = samples, length, vocabulary
+        self.split = split  # evaluations have a micro-batch of their own
 
     def __len__(self) -> int:
         return self.samples
@@ -116,6 +119,8 @@ def model_provider(
         # Of weights that are stored quantized, Megatron's optimizer keeps what they were before an
         # initialization on the CPU.
         config.use_cpu_initialization = False
+    if "TINY_FUSED_WGRAD" in os.environ:
+        config.gradient_accumulation_fusion = True
     common = {
         "vocab_size": args.padded_vocab_size,
         "max_sequence_length": args.max_position_embeddings,
@@ -189,7 +194,10 @@ def forward_step(data_iterator: Any, model: Any, return_schedule_plan: bool = Fa
 
 def datasets_provider(samples: list[int], vp_stage: int | None = None) -> Any:
     args = get_args()
-    return tuple(MadeUpText(max(n, 1), args.seq_length, args.vocab_size) for n in samples)
+    return tuple(
+        MadeUpText(max(n, 1), args.seq_length, args.vocab_size, split)
+        for n, split in zip(samples, Split, strict=True)
+    )
 
 
 def write_results() -> None:

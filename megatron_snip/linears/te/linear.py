@@ -46,6 +46,7 @@ from megatron_snip.linears.te.modules import (
     gather_refusal,
     is_grouped,
     shape_refusal,
+    token_refusal,
     weights_of,
 )
 from megatron_snip.linears.te.overlap import Overlap
@@ -203,6 +204,18 @@ class RecipeTELinear:
         is_expert = self.placements[0].expert is not None
         tokens = self._runtime.tokens_of(self.name)
         return shape_refusal(self.module, is_expert, recipe, tokens)
+
+    def evaluation_refusal(self, option: Option) -> str | None:
+        """Return why evaluations cannot run an option that training can, or None.
+
+        Args:
+            option: one that `refusal` returns None for.
+        """
+        is_expert = self.placements[0].expert is not None  # Megatron pads an expert's tokens
+        if is_expert or self._is_the_jobs(option):
+            return None
+        tokens = self._runtime.tokens_of(self.name, in_evaluation=True)
+        return token_refusal(self.module, te_recipe(option, self._machine), tokens)
 
     def install(self) -> None:
         """Set the module's recipe from now on; idempotent."""

@@ -230,17 +230,8 @@ def shape_refusal(
     if any(size % multiple for size in shape):
         return f"its weight's shard {shape} is not a multiple of {multiple} as {recipe} needs"
     if not is_expert:
-        config = module.config
-        parts = int(getattr(config, "context_parallel_size", 1))
-        if getattr(config, "sequence_parallel", False):
-            parts *= int(config.tensor_model_parallel_size)
-        if multiple == 1 or not microbatch_tokens or microbatch_tokens % (parts * multiple) == 0:
-            return None
-        divided = f" over {parts} ranks" if parts > 1 else ""
-        return (
-            f"{recipe} needs a multiple of {multiple} tokens on each rank, and a microbatch has "
-            f"{microbatch_tokens}{divided}; change --micro-batch-size or --seq-length"
-        )
+        reason = token_refusal(module, recipe, microbatch_tokens)
+        return reason and f"{reason}; change --micro-batch-size or --seq-length"
     needed = max(RECIPES[name].token_multiple for name in recipe)
     padded = padded_tokens(module.config)
     if needed == 1 or (padded > 0 and padded % needed == 0):
@@ -249,6 +240,25 @@ def shape_refusal(
     return (
         f"experts' tokens are {padding} and {recipe} needs multiples of {needed}: Megatron pads "
         "for the run's own recipe, so give it --fp8-format or --fp4-format with that recipe"
+    )
+
+
+def token_refusal(module: Any, recipe: TERecipe, microbatch_tokens: int | None) -> str | None:
+    """Return why a dense linear cannot run a recipe on a microbatch, or None if it can.
+
+    The arguments are those of `shape_refusal`.
+    """
+    multiple = max(RECIPES[name].dim_multiple for name in recipe)
+    config = module.config
+    parts = int(getattr(config, "context_parallel_size", 1))
+    if getattr(config, "sequence_parallel", False):
+        parts *= int(config.tensor_model_parallel_size)
+    if multiple == 1 or not microbatch_tokens or microbatch_tokens % (parts * multiple) == 0:
+        return None
+    divided = f" over {parts} ranks" if parts > 1 else ""
+    return (
+        f"{recipe} needs a multiple of {multiple} tokens on each rank, and a microbatch has "
+        f"{microbatch_tokens}{divided}"
     )
 
 

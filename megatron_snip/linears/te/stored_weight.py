@@ -6,7 +6,7 @@ module multiplies a BF16 weight instead:
     dequantized   the stored weight in BF16. Any GEMM may run it in BF16 or in the stored format,
                   to which it is rounded again without a change
     exact         the BF16 weight that Megatron has gathered, saved before it was quantized; any
-                  option may run it. Until the first gathering the dequantized weight is used
+                  option may run it
 
 There is one copy for a linear that the plan moves away from the job's own option, 2 bytes an
 element, and none for other linears. A dequantized copy lives until the next step.
@@ -77,6 +77,11 @@ class StoredWeights:
         if not value:
             self._dequantized.clear()
             self._exact.clear()
+
+    @property
+    def lacks_exact(self) -> bool:
+        """Whether the plan's option needs exact copies, and a weight has none."""
+        return self.gets_exact and self._keeps_copies and len(self._exact) < len(self.weights)
 
     def wgrad_refusal(self) -> str | None:
         """Return why a copy's gradient would not reach the parameter, or None.

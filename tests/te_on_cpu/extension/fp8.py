@@ -53,7 +53,7 @@ def _store_with_one_scale(x: Tensor, scale: Tensor, dtype: torch.dtype, out: Any
     if out._transpose is not None:
         out._transpose.view(data.shape[1], data.shape[0]).copy_(data.t())
         out._transpose_invalid = False
-    out._scale_inv.copy_(scale.reciprocal())
+    out._scale_inv.copy_(scale.reciprocal().reshape(out._scale_inv.shape))
 
 
 def fill_block_scaling(x: Tensor, quantizer: Any, out: Any) -> None:

@@ -8,7 +8,11 @@ import pytest
 
 from megatron_snip.config import SnipConfig
 from megatron_snip.errors import UsageError
-from megatron_snip.patches.attach import microbatch_tokens_of, run_directory_of
+from megatron_snip.patches.attach import (
+    evaluation_samples_of,
+    microbatch_tokens_of,
+    run_directory_of,
+)
 
 
 @pytest.mark.parametrize(
@@ -20,8 +24,21 @@ from megatron_snip.patches.attach import microbatch_tokens_of, run_directory_of
     ],
 )
 def test_tokens_of_a_microbatch(settings: dict[str, Any], tokens: tuple[Any, Any]) -> None:
-    args = {"micro_batch_size": 2, "seq_length": 512, "decoder_seq_length": None, **settings}
-    assert microbatch_tokens_of(Namespace(**args)) == tokens
+    args = {"seq_length": 512, "decoder_seq_length": None, **settings}
+    assert microbatch_tokens_of(Namespace(**args), samples=2) == tokens
+
+
+@pytest.mark.parametrize(
+    ("settings", "samples"),
+    [
+        ({}, 4),  # before 0.18
+        ({"eval_micro_batch_size": None}, 4),
+        ({"eval_micro_batch_size": 3}, 3),
+        ({"eval_micro_batch_size": 3, "full_validation": True}, 1),
+    ],
+)
+def test_samples_of_an_evaluations_microbatch(settings: dict[str, Any], samples: int) -> None:
+    assert evaluation_samples_of(Namespace(micro_batch_size=4, **settings)) == samples
 
 
 def test_checkpoints_in_an_object_store_need_a_run_directory_of_their_own() -> None:

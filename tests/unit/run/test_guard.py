@@ -28,7 +28,9 @@ class Run:
         self.applied: list[Any] = []
         self.chunk = torch.nn.Linear(2, 1)
         runtime = SimpleNamespace(topology=Topology(), training_pass=lambda _: nullcontext())
-        model: Any = SimpleNamespace(runtime=runtime, apply=self.applied.append)
+        model: Any = SimpleNamespace(
+            runtime=runtime, apply=self.applied.append, gather_weights=lambda _: None
+        )
         optimizer = torch.optim.SGD(self.chunk.parameters())
         self.guard = Guard(6.0, model, optimizer, lambda *_: None)
         monitor = LossMonitor(recent=(2.0,) * 20).after_plan_change(6.0)
