@@ -55,10 +55,12 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 from megatron_snip.config import LossDivergence, SnipConfig
 from megatron_snip.files import without_nan
+from megatron_snip.log import warn_once
 from megatron_snip.options import BF16, Option
 from megatron_snip.planning.problem import (
     LinearChoices,
@@ -143,18 +145,20 @@ def divergence_table(
     config: SnipConfig,
     refusals: Refusals | None = None,
     warn: bool = True,
+    job: Mapping[str, Option] = MappingProxyType({}),
 ) -> DivergenceTable:
     """Compute every option's divergences and quality loss at every linear.
 
     Args:
         table: The statistics.
         options: The options that a linear may choose, in the order of `enumerate_options`. A linear
-            that no backward reached keeps one option: that of its pin, or without a pin the one of
-            the most bits that it can run.
+            that no backward reached keeps one option: that of its pin, else what the job itself
+            runs, or if that is not among the options the one of the most bits that it can run.
         lowest_format: The lowest precision among the formats.
         config: SNIP's settings, of which `loss_divergence`, `weight_lambda` and `pins` are used.
         refusals: The options that linears cannot run.
         warn: Whether to log what is forbidden; one rank of many is enough.
+        job: The option that stands for what the job itself runs, by linear.
     """
     lowest = Option.uniform(lowest_format)
     kappa = fprop_scale(table.linears, lowest_format)
@@ -164,14 +168,21 @@ def divergence_table(
     weight_sum = finite_sum(_or_nan(weight_of, linear, lowest) for linear in table.linears)
     linears: dict[str, dict[Option, OptionDivergence]] = {}
     kept = {
-        linear.name: config.pin_of(linear.name) or _highest(linear.name, options, refusals or {})
+        linear.name: config.pin_of(linear.name)
+        or _unchanged(job.get(linear.name), options)
+        or _highest(linear.name, options, refusals or {})
         for linear in table.linears
         if not _was_measured(linear)
     }
     if warn and kept:
-        text = "no backward reached %d of %d linears, such as %s: they get %s (frozen layers?)"
+        # Frozen layers, or linears that Megatron never calls: the attention of DSA multiplies the
+        # weight of `linear_kv_up_proj` itself. The same linears at each refresh are said once.
         first = next(iter(kept))
-        logger.warning(text, len(kept), len(table.linears), first, kept[first])
+        warn_once(
+            logger,
+            f"no backward reached {len(kept)} of {len(table.linears)} linears, such as {first} "
+            f"(frozen, or never called?): they are not planned, and get {kept[first]}",
+        )
     for linear in table.linears:
         by_option = {}
         for option in options:
@@ -345,6 +356,11 @@ def gemm_norm_bound(linear: LinearStatistics, option: Option, gemm: Gemm) -> flo
 def _was_measured(linear: LinearStatistics) -> bool:
     """Return whether a backward reached the linear: none reaches frozen first layers."""
     return linear.microbatches > 0
+
+
+def _unchanged(job: Option | None, options: Sequence[Option]) -> Option | None:
+    """Return what the job itself runs, if it is among the options."""
+    return job if job in options else None
 
 
 def _highest(linear: str, options: Sequence[Option], refusals: Refusals) -> Option:

@@ -317,7 +317,13 @@ class Observations:
         lowest = lowest_precision(self._formats).name
         available = self._available
         return divergence_table(
-            self.mean, available.options, lowest, self._config, available.refusals, warn
+            self.mean,
+            available.options,
+            lowest,
+            self._config,
+            available.refusals,
+            warn,
+            available.job,
         )
 
     def state_dict(self) -> StatisticsTable | None:

@@ -7,6 +7,7 @@ dW = G^T X when the operands of that GEMM are quantized (`measure.py`).
 
 import dataclasses
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple, Self, TypeVar
 
@@ -122,8 +123,12 @@ class StatisticsTable:
     linears: tuple[LinearStatistics, ...]
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain built-in types, with the schema's version."""
-        return {"version": SCHEMA_VERSION, **to_jsonable_python(self)}
+        """Return plain built-in types, with the schema's version.
+
+        A NaN is None there: Megatron compares what ranks save, and a NaN differs from itself.
+        """
+        plain = to_jsonable_python(self)
+        return {"version": SCHEMA_VERSION, **_exchanged(plain, _is_nan, None)}
 
     @classmethod
     def from_dict(cls, value: dict[str, Any]) -> Self:
@@ -132,7 +137,23 @@ class StatisticsTable:
         Raises:
             UsageError: one line, for another version and for a missing or invalid entry.
         """
+        if isinstance(value, dict) and "linears" in value:
+            linears = _exchanged(value["linears"], lambda number: number is None, math.nan)
+            value = value | {"linears": linears}
         return read_record(cls, value, "statistics", SCHEMA_VERSION)
+
+
+def _is_nan(value: Any) -> bool:
+    return isinstance(value, float) and math.isnan(value)
+
+
+def _exchanged(value: Any, is_old: Callable[[Any], bool], new: Any) -> Any:
+    """Return plain types with `new` in place of each number that `is_old`."""
+    if isinstance(value, dict):
+        return {name: _exchanged(part, is_old, new) for name, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [_exchanged(part, is_old, new) for part in value]
+    return new if is_old(value) else value
 
 
 COLUMNS: dict[str, Column] = {

@@ -21,6 +21,7 @@ from megatron_snip.divergence.quality_loss import (
     unmeasured_problem,
     weight_divergence,
 )
+from megatron_snip.log import forget_warnings
 from megatron_snip.options import Granularity, Option, enumerate_options
 from megatron_snip.planning.problem import PlanningProblem
 from megatron_snip.planning.restrictions import Refusals
@@ -186,6 +187,7 @@ def test_a_linear_that_no_backward_reached_keeps_the_highest_precision(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """Frozen first layers, in a job without bf16 among the formats: the others are planned."""
+    forget_warnings()
     measured = dict.fromkeys(("fp8", "fp4"), errors(0.0))
     frozen = LinearStatistics("decoder.layers.8.mlp.linear_fc1", 0, 128, 128, 1.0, formats=measured)
     found = divergences(*two(), frozen, formats=("fp8", "fp4"))
@@ -197,6 +199,30 @@ def test_a_linear_that_no_backward_reached_keeps_the_highest_precision(
     assert {costs["fp8"].scores[name] for name in ("norms", *NORMS)} == {0.0}
     assert {costs["fp4"].scores[name] for name in ("norms", *NORMS)} == {None}
     assert (costs["fp8"].quality_loss, costs["fp4"].quality_loss) == (0.0, None)
+    divergences(*two(), frozen, formats=("fp8", "fp4"))  # the next refresh says it no more
+    assert caplog.records == [record]
+
+
+@pytest.mark.parametrize(
+    ("job", "pins", "kept"),
+    [
+        (FP8, (), FP8),
+        (BF16, (), BF16),
+        (FP8, ("*.8.*=fp4",), FP4),
+        (Option.parse("fp8-bf16-bf16"), (), BF16),
+    ],
+)
+def test_a_linear_that_no_backward_reached_runs_as_the_job_does(
+    job: Option, pins: tuple[str, ...], kept: Option
+) -> None:
+    """Unless it is pinned, or the formats of the run do not have the job's option."""
+    unseen = LinearStatistics("decoder.layers.8.mlp.linear_fc1", 0, 128, 128, 1.0)
+    options = enumerate_options(("bf16", "fp8", "fp4"), "linear")
+    config = SnipConfig(formats="bf16,fp8,fp4", pins=pins)
+    rows = table(*two(), unseen)
+    found = divergence_table(rows, options, "fp4", config, job={unseen.name: job})
+    costs = planning_problem(found, target=0.5).linears[-1].options
+    assert [name for name, cost in costs.items() if cost.quality_loss == 0.0] == [str(kept)]
 
 
 @pytest.mark.parametrize(

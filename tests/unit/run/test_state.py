@@ -2,6 +2,7 @@
 
 import io
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from megatron_snip.run.state import (
     reported_settings,
     resumed_state,
 )
+from megatron_snip.statistics.records import FormatStatistics, LinearStatistics, StatisticsTable
 from tests.unit.planning.build import plan_of
 from tests.unit.run.build import PLAN, STATE
 
@@ -34,6 +36,20 @@ def test_there_and_back(state: ControllerState) -> None:
     torch.save(value, file)
     file.seek(0)
     assert ControllerState.from_dict(torch.load(file, weights_only=True)) == state
+
+
+def test_a_number_that_is_not_one_is_null_in_a_checkpoint() -> None:
+    """Megatron compares what ranks save, and a NaN differs from itself."""
+    errors = FormatStatistics(fisher=math.nan)
+    linear = LinearStatistics("decoder.layers.0.mlp.linear_fc1", 0, 2, 2, 24.0)
+    linear = replace(linear, grad_square=math.nan, formats={"fp4": errors})
+    table = StatisticsTable(6, 1.5, (linear,))
+    state = replace(STATE, observations=table)
+    assert state.to_dict() == state.to_dict()
+    value = json.loads(json.dumps(state.to_dict(), allow_nan=False))
+    loaded = ControllerState.from_dict(value).observations
+    assert loaded is not None and repr(loaded) == repr(table)
+    assert math.isnan(loaded.linears[0].grad_square)
 
 
 def test_earlier_checkpoints_call_the_fallback_good() -> None:
