@@ -23,3 +23,46 @@ def dswiglu(grad: Tensor, input: Tensor, quantizer: Any, *_: Any) -> Any:
         (found,) = torch.autograd.grad(silu(gate) * linear, x, grad.float())
     result = found.to(grad.dtype)
     return result if quantizer is None else quantizer(result)
+
+
+@torch.no_grad()
+def scaled_swiglu(
+    input: Tensor, act_scales: Tensor, quantizer: Any, glu_interleave_size: int = 0
+) -> Any:
+    """swiglu(x) * scale of the row; common/activation/scaled_activation.cu, rounded once."""
+    gate, linear = _gate_and_linear(input.float(), glu_interleave_size)
+    rows = act_scales.float().reshape(*input.shape[:-1], 1)
+    result = (silu(gate) * linear * rows).to(input.dtype)
+    return result if quantizer is None else quantizer(result)
+
+
+def scaled_dswiglu(
+    grad: Tensor,
+    input: Tensor,
+    act_scales: Tensor,
+    quantizer: Any,
+    glu_interleave_size: int = 0,
+    compute_scale_grad: bool = True,
+) -> tuple[Any, Tensor | None]:
+    """The gradients of `scaled_swiglu`: of its input, and if wanted of the scales."""
+    with torch.enable_grad():
+        x = input.detach().float().requires_grad_()
+        rows = act_scales.detach().float().reshape(*input.shape[:-1], 1).requires_grad_()
+        gate, linear = _gate_and_linear(x, glu_interleave_size)
+        result = silu(gate) * linear * rows
+        dx, dscales = torch.autograd.grad(result, (x, rows), grad.float())
+    found = dx.to(grad.dtype)
+    scale_grad = dscales.reshape(act_scales.shape).to(act_scales.dtype)
+    return (
+        found if quantizer is None else quantizer(found),
+        scale_grad if compute_scale_grad else None,
+    )
+
+
+def _gate_and_linear(x: Tensor, interleave: int) -> tuple[Tensor, Tensor]:
+    """Split the features: halves, or alternating blocks of `interleave`."""
+    if not interleave:
+        gate, linear = x.chunk(2, -1)
+        return gate, linear
+    blocks = x.unflatten(-1, (-1, 2, interleave))
+    return blocks[..., 0, :].flatten(-2), blocks[..., 1, :].flatten(-2)

@@ -84,3 +84,30 @@ def multi_tensor_adam(
         parameter.copy_(weight)
         if master:
             master[0].copy_(weight)
+
+
+@torch.no_grad()
+def multi_tensor_adam_param_remainder(
+    chunk_size: int, noop_flag: Tensor, tensor_lists: Lists, *settings: float
+) -> None:
+    """multi_tensor/adam.cpp; AdamFunctorMasterParamRemainder, common/multi_tensor/adam.cu.
+
+    The lists of `multi_tensor_adam`, with BF16 parameters, and in place of FP32 master weights
+    their lower 16 bits, as int16. A parameter is the master weight's upper half, rounded up if the
+    lower half is negative as an int16.
+    """
+    gradients, parameters, first, second, remainders = tensor_lists
+    masters = [_joined(*each) for each in zip(parameters, remainders, strict=True)]
+    lists = [gradients, masters, first, second]
+    multi_tensor_adam(chunk_size, noop_flag, lists, *settings)  # type: ignore[arg-type]
+    for master, parameter, remainder in zip(masters, parameters, remainders, strict=True):
+        bits = master.view(torch.int32)
+        remainder.copy_(bits.to(torch.int16))
+        upper = (bits >> 16) + (remainder < 0)
+        parameter.view(torch.int16).copy_(upper.to(torch.int16))
+
+
+def _joined(parameter: Tensor, remainder: Tensor) -> Tensor:
+    """Return the FP32 master weight of a BF16 parameter and its remainder."""
+    upper = parameter.view(torch.int16).to(torch.int32) - (remainder < 0).to(torch.int32)
+    return ((upper << 16) | (remainder.to(torch.int32) & 0xFFFF)).view(torch.float32)
