@@ -25,6 +25,7 @@ import torch.distributed as dist
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from benchmarks.machine import has_gpu
+from megatron_snip.collectives import Control
 from megatron_snip.config import SnipConfig
 from megatron_snip.linears.discovery import current_topology
 from megatron_snip.linears.model import PlannedModel
@@ -270,7 +271,7 @@ def open_lab(values: Mapping[str, Any]) -> Iterator[Lab]:
         initialize_parallel_state(config)
         stack.callback(destroy_parallel_state)
         state = build_training_state(config)
-        datasets = build_datasets(config, None)
+        datasets = build_datasets(config, Control())
         model = PlannedModel(list(state.model), current_topology(), SEED)
         model.install()
         stack.callback(model.uninstall)

@@ -8,6 +8,7 @@ package declares it:
     ours = "our_package.snip"
 """
 
+import functools
 import importlib
 import logging
 import sys
@@ -36,8 +37,7 @@ def load_plugins(modules: Iterable[str] = ()) -> None:
     Raises:
         UsageError: if one cannot be imported.
     """
-    installed = (entry.value for entry in metadata.entry_points(group=GROUP))
-    for name in (*installed, *modules):
+    for name in (*_installed(), *modules):
         if name in _loaded:
             continue
         try:
@@ -48,6 +48,11 @@ def load_plugins(modules: Iterable[str] = ()) -> None:
             text = f"cannot import '{name}': {type(error).__name__}: {one_line(error)}"
             raise UsageError(f"{text}; install it, or drop it", field="plugins") from error
         _loaded[name] = None
+
+
+@functools.cache  # finding them opens a file of each installed package
+def _installed() -> tuple[str, ...]:
+    return tuple(entry.value for entry in metadata.entry_points(group=GROUP))
 
 
 def loaded_plugins() -> tuple[str, ...]:

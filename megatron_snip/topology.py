@@ -5,10 +5,12 @@ size 1), so that the statistics run without Megatron. `linears/discovery.py` bui
 Megatron's parallel state.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from torch.distributed import ProcessGroup
+
+from megatron_snip.collectives import Control
 
 LinearKind = Literal["column", "row"]
 
@@ -125,9 +127,7 @@ class Topology:
         expert_data: Ranks with the same experts' weights and other tokens.
         context: Number of ranks among which the tokens of each sequence are divided. These ranks
             are also in `data`.
-        places: (data rank, tensor rank) of every rank, by global rank.
-        control: A CPU (gloo) group of all ranks for votes, plans and small tables, or None when
-            there is one rank.
+        control: The control plane of all ranks, for votes, plans and small tables.
     """
 
     rank: int = 0
@@ -138,8 +138,7 @@ class Topology:
     data: Axis = Axis()
     expert_data: Axis = Axis()
     context: int = 1
-    places: tuple[tuple[int, int], ...] = ((0, 0),)
-    control: ProcessGroup | None = None
+    control: Control = field(default_factory=Control, compare=False)
 
     def data_axis(self, placement: Placement) -> Axis:
         """Ranks that hold the same weight as `placement` and see other tokens."""

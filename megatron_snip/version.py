@@ -1,5 +1,6 @@
 """The one place that states the version, and the versions of other packages."""
 
+import functools
 import platform
 from importlib import metadata
 
@@ -9,6 +10,7 @@ PACKAGES = ("megatron-snip", "megatron-core", "torch", "transformer-engine")
 """Packages whose versions decide what a run does and how long its linears take."""
 
 
+@functools.cache  # a shared file system of many nodes is asked once in a process
 def installed_version(package: str) -> str | None:
     """Return the version of a package; None where it is not installed."""
     try:

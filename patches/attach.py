@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_snip.config import SnipConfig
 from megatron_snip.errors import UsageError, naming_field
+from megatron_snip.patches.agreement import refuse_differences, settings_of_rank
 from megatron_snip.patches.incompatible import check_modules
 from megatron_snip.patches.registry import Package, Session
 
@@ -54,15 +55,20 @@ def attach(
     Raises:
         SnipError: on every rank, if the settings or the checkpoint's state do not fit the model.
     """
-    from megatron_snip.collectives import unless_refused
     from megatron_snip.linears.availability import resolve_formats
     from megatron_snip.linears.discovery import bf16_layer_pins, current_topology
     from megatron_snip.patches.graphs import Graphs
     from megatron_snip.planning.plan import shares_text
+    from megatron_snip.reporting.background import in_background
     from megatron_snip.run.controller import SnipController
 
     topology = current_topology()
-    unless_refused("checking the model", lambda: check_modules(model), topology.control)
+
+    def checked() -> dict[str, str]:
+        check_modules(model)
+        return settings_of_rank(config, args)
+
+    refuse_differences(topology.control.gather("checking the model", checked))
     config = resolve_formats(config, model, topology.control)
     # The layers that the job keeps in BF16 stay so, except linears that the user pins.
     pins = (*bf16_layer_pins(model, topology, config.pin_of), *config.pins)
@@ -77,7 +83,7 @@ def attach(
         model,
         optimizer,
         seed=int(args.seed),
-        writers=make_writers(config, args, topology, loggers),
+        writers=in_background(make_writers(config, args, topology, loggers)),
         state=state,
         topology=topology,
         microbatch_tokens=microbatch_tokens,
@@ -141,19 +147,15 @@ def _resumed_state(
     Raises:
         UsageError: on every rank, the first one that `resumed_state` raised on any.
     """
-    from megatron_snip.collectives import gather_json
     from megatron_snip.run.state import resumed_state
 
-    found: tuple[ControllerState | None, str | None] = (None, None)
-    damage = None
-    try:
-        found = resumed_state(loaded, num_done)
-    except UsageError as error:
-        damage = f"rank {topology.rank}: {error}"
-    damaged = [text for text in gather_json(damage, topology.control) if text is not None]
-    if damaged:
-        raise UsageError(damaged[0])
-    return found
+    def read() -> tuple[ControllerState | None, str | None]:
+        try:
+            return resumed_state(loaded, num_done)
+        except UsageError as error:
+            raise UsageError(f"rank {topology.rank}: {error}") from None
+
+    return topology.control.unless_refused("reading the state of the checkpoint", read)
 
 
 def make_writers(
@@ -168,7 +170,6 @@ def make_writers(
             others with SNIP's names.
         RemoteFailure: on every rank, if the directory cannot be written.
     """
-    from megatron_snip.collectives import on_rank_0
     from megatron_snip.reporting.run_directory import open_run
     from megatron_snip.reporting.scalars import MEGATRON_LOGS
     from megatron_snip.reporting.writers import (
@@ -193,7 +194,7 @@ def make_writers(
         logger.info("snip: plans, problems and metrics go to %s", path)
 
     with naming_field("output_dir"):
-        on_rank_0("opening --snip-output-dir", open_files, topology.control)
+        topology.control.on_rank_0("opening --snip-output-dir", open_files)
     if topology.rank == 0:
         writers += added_writers(dump)
     if topology.rank != topology.world_size - 1:

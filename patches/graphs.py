@@ -20,7 +20,6 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from megatron_snip.collectives import gather_json
 from megatron_snip.patches.registry import Call, Session, patch
 
 if TYPE_CHECKING:  # they import Megatron
@@ -152,7 +151,8 @@ class Graphs:
                 stack.callback(hook.remove)
             result = run()
         control = self.model.runtime.topology.control
-        names = {name for rank in gather_json(sorted(ran), control) for name in rank}
+        ranks = control.gather("reading captured linears", lambda: sorted(ran)).distinct()
+        names = {name for rank in ranks for name in rank}
         self._captured_linears[helper] = {name: self.model.changes[name] for name in names}
         self.was_slow = True
         seconds = time.perf_counter() - begin

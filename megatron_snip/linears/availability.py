@@ -12,9 +12,8 @@ from dataclasses import dataclass, field
 
 import torch
 from megatron.core.utils import get_model_config
-from torch.distributed import ProcessGroup
 
-from megatron_snip.collectives import any_rank, gather_json
+from megatron_snip.collectives import Control
 from megatron_snip.config import AUTO, SIMULATED_FORMATS, SnipConfig
 from megatron_snip.divergence.quality_loss import unmeasured_problem
 from megatron_snip.errors import UnsupportedError
@@ -43,7 +42,7 @@ logger = logging.getLogger(__name__)
 
 
 def resolve_formats(
-    config: SnipConfig, model: Sequence[torch.nn.Module], control: ProcessGroup | None
+    config: SnipConfig, model: Sequence[torch.nn.Module], control: Control
 ) -> SnipConfig:
     """All ranks: return the settings with the formats that `auto` means for a model.
 
@@ -53,7 +52,7 @@ def resolve_formats(
         UnsupportedError: on every rank, if Transformer Engine can run BF16 only on this machine.
     """
     with_te = any(te_kind(module) is not None for chunk in model for module in chunk.modules())
-    with_te = config.backend != "simulate" and any_rank(with_te, control)
+    with_te = config.backend != "simulate" and control.any(with_te)
     model_config = get_model_config(model[0])
     run = RunPrecision.of(model_config)
     if run.kind and not with_te:
@@ -69,7 +68,7 @@ def resolve_formats(
         if with_te:
             formats = _best_formats(model, machine, config.collect_only, control)
         backend = "te" if with_te else "simulate"
-        if control is None or torch.distributed.get_rank() == 0:
+        if control.rank == 0:
             logger.info("snip: formats auto: %s (backend %s)", ",".join(formats), backend)
     if with_te:
         _log_recipes(formats_in(formats), machine)
@@ -82,7 +81,7 @@ def _best_formats(
     model: Sequence[torch.nn.Module],
     machine: Machine,
     collect_only: bool,
-    control: ProcessGroup | None,
+    control: Control,
 ) -> tuple[str, ...]:
     """All ranks: return the formats that `auto` means under Transformer Engine."""
     formats = te_formats(machine)
@@ -90,7 +89,7 @@ def _best_formats(
         fitting = []
         for name in formats:
             recipe, _ = te_support(name, machine)
-            if any_rank(_fits_a_weight(recipe, model, machine), control):
+            if control.any(_fits_a_weight(recipe, model, machine)):
                 fitting.append(name)
         formats = tuple(fitting)
     return two_lowest(formats)
@@ -266,12 +265,17 @@ def _about_varying_lengths(options: Iterable[Option], machine: Machine) -> list[
 def option_refusals(model: PlannedModel, options: Iterable[Option]) -> dict[Option, dict[str, str]]:
     """All ranks, with the same options in the same order: return which linears cannot run them."""
     distinct = list(dict.fromkeys(options))
-    own: list[dict[str, str]] = []
-    for option in distinct:
-        reason_of = {linear.name: linear.refusal(option) for linear in model.linears}
-        own.append({name: why for name, why in reason_of.items() if why is not None})
+
+    def own_refusals() -> list[dict[str, str]]:
+        own: list[dict[str, str]] = []
+        for option in distinct:
+            reason_of = {linear.name: linear.refusal(option) for linear in model.linears}
+            own.append({name: why for name, why in reason_of.items() if why is not None})
+        return own
+
     found: dict[Option, dict[str, str]] = {option: {} for option in distinct}
-    for rank in gather_json(own, model.runtime.topology.control):
+    control = model.runtime.topology.control
+    for rank in control.gather("finding what linears can run", own_refusals).distinct():
         for option, refused in zip(distinct, rank, strict=True):
             found[option].update(refused)
     return found

@@ -32,7 +32,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from megatron_snip.collectives import gather_json, on_rank_0
 from megatron_snip.config import AUTO, SnipConfig
 from megatron_snip.errors import UnsupportedError, UsageError, naming_field
 from megatron_snip.files import write_atomic
@@ -118,7 +117,7 @@ def timed_options(
         make = partial(_cached, cache, _shapes(model, available.options), model.machine)
     control = model.runtime.topology.control
     with naming_field("calibration"):
-        made = on_rank_0("--snip-calibration", lambda: make().model_dump(), control)
+        made = control.on_rank_0("--snip-calibration", lambda: make().model_dump())
     table = CalibrationTable(**made)
     refusals = dict(available.refusals)
     largest_saving_s = 0.0
@@ -161,7 +160,8 @@ def _shapes(model: PlannedModel, options: Sequence[Option]) -> dict[str, TimedSh
         runs = [str(option) for option in wanted if linear.refusal(option) is None]
         own.append([linear.name, *linear.weights[0].shape, num_tokens, norm, ",".join(runs)])
     shapes: dict[str, TimedShape] = {}
-    for rank in gather_json(own, model.runtime.topology.control):
+    control = model.runtime.topology.control
+    for rank in control.gather("reading the linears' shapes", lambda: own).distinct():
         for name, *values in rank:
             shape = TimedShape(*values)
             _, _, module = split_linear_name(name)

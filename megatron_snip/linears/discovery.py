@@ -23,7 +23,7 @@ from megatron.core import parallel_state
 from megatron.core.models.common.language_module.language_module import LanguageModule
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 
-from megatron_snip.collectives import gather_json, unless_refused
+from megatron_snip.collectives import Control
 from megatron_snip.errors import UnsupportedError
 from megatron_snip.linears.te.job import is_bf16_layer
 from megatron_snip.linears.te.modules import (
@@ -64,7 +64,7 @@ _DATA_FLOW = {name: order for order, name in enumerate(_USUAL)}
 
 
 def current_topology() -> Topology:
-    """All ranks: read Megatron's initialized parallel state; makes one gloo group.
+    """All ranks: read Megatron's initialized parallel state; makes the control plane.
 
     Raises:
         UnsupportedError: if Megatron's model parallel groups are not initialized.
@@ -78,19 +78,16 @@ def current_topology() -> Topology:
     expert_data = parallel_state.get_expert_data_parallel_group(check_initialized=False)
     expert_tensor = parallel_state.get_expert_tensor_parallel_group(check_initialized=False)
     tensor = parallel_state.get_tensor_model_parallel_group()
-    world = dist.get_world_size()
-    control = dist.new_group(backend="gloo") if world > 1 else None
     return Topology(
         rank=dist.get_rank(),
-        world_size=world,
+        world_size=dist.get_world_size(),
         stage=parallel_state.get_pipeline_model_parallel_rank(),
         tp=_axis(tensor),
         expert_tp=_axis(expert_tensor),
         data=_axis(data),
         expert_data=_axis(expert_data),
         context=int(parallel_state.get_context_parallel_world_size()),
-        places=tuple((d, t) for d, t in gather_json([data.rank(), tensor.rank()], control)),
-        control=control,
+        control=Control.of_all_ranks(),
     )
 
 
@@ -187,8 +184,8 @@ def bf16_layer_pins(
             own += [f"{glob}=bf16" for glob in globs]
         return own
 
-    own = unless_refused("finding the layers that stay BF16", own_pins, topology.control)
-    found = {pin for pins in gather_json(own, topology.control) for pin in pins}
+    gathered = topology.control.gather("finding the layers that stay BF16", own_pins)
+    found = {pin for pins in gathered.distinct() for pin in pins}
     return tuple(sorted(found, key=natural_key))
 
 
@@ -344,10 +341,13 @@ def global_linears(placements: Sequence[Placement], topology: Topology) -> tuple
     Raises:
         UnsupportedError: if two stages claim the same linear.
     """
-    own = [[order, vars(placement.info)] for order, placement in enumerate(placements)]
+    # Experts of a layer share a record, which counts once.
+    own = {place.info: order for order, place in reversed(list(enumerate(placements)))}
+    records = [[order, vars(info)] for info, order in own.items()]
     merged: dict[str, tuple[int, LinearInfo]] = {}
-    for rank in gather_json(own, topology.control):
-        for order, fields in rank:
+    gathered = topology.control.gather("agreeing on the model's linears", lambda: records)
+    for record in gathered.distinct():
+        for order, fields in record:
             info = LinearInfo(**fields)
             known = merged.setdefault(info.name, (order, info))[1]
             if known != info:

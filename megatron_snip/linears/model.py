@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from megatron.core.utils import get_model_config
 
-from megatron_snip.collectives import any_rank, attempt, gather_json, unless_refused
 from megatron_snip.config import Backend
 from megatron_snip.errors import UnsupportedError
 from megatron_snip.formats import Format
@@ -75,9 +74,9 @@ class PlannedModel:
         self._overrides: list[FreshWeights | GatheredWeights | FusedMLP] = []
         self._own_ties: list[list[str]] = []
         reading = partial(self._plan_own_linears, backend)
-        own = unless_refused("reading the model's linears", reading, topology.control)
+        own = topology.control.unless_refused("reading the model's linears", reading)
         self.all_linears: tuple[LinearInfo, ...] = global_linears(own, topology)
-        self.has_fused_mlps = any_rank(bool(self._own_ties), topology.control)
+        self.has_fused_mlps = topology.control.any(bool(self._own_ties))
         if not self.all_linears:
             raise UnsupportedError(
                 "the model's layers have no linears to plan: neither Megatron's "
@@ -149,7 +148,8 @@ class PlannedModel:
                 possible = [each for each in options if linear.refusal(each) is None]
                 reasons = map(linear.evaluation_refusal, possible if options else [linear.option])
                 own |= {reason for reason in reasons if reason is not None}
-        ranks = gather_json(sorted(own), self.runtime.topology.control)
+        control = self.runtime.topology.control
+        ranks = control.gather("finding what evaluations can run", lambda: sorted(own)).distinct()
         return sorted({reason for rank in ranks for reason in rank})
 
     @contextmanager
@@ -170,14 +170,16 @@ class PlannedModel:
     def job_options(self) -> dict[str, Option]:
         """All ranks: return the option that stands for what the job itself runs, by linear."""
         own = {linear.name: str(linear.job_option) for linear in self.linears}
-        ranks = gather_json(own, self.runtime.topology.control)
+        control = self.runtime.topology.control
+        ranks = control.gather("reading what the job runs", lambda: own).distinct()
         return {name: Option.parse(text) for rank in ranks for name, text in rank.items()}
 
     def ties(self) -> tuple[tuple[str, ...], ...]:
         """All ranks: return the groups of linears that must have one option, in model order."""
         order = {linear.name: i for i, linear in enumerate(self.all_linears)}
-        gathered = gather_json(self._own_ties, self.runtime.topology.control)
-        found = {tuple(names) for rank in gathered for names in rank}
+        control = self.runtime.topology.control
+        gathered = control.gather("finding fused MLPs", lambda: self._own_ties)
+        found = {tuple(names) for rank in gathered.distinct() for names in rank}
         return tuple(sorted(found, key=lambda names: order[names[0]]))
 
     @property
@@ -222,12 +224,13 @@ class PlannedModel:
             iteration: the first that runs under it.
         """
         own = [
-            [linear.name, str(linear.option), linear.recipe, linear.backend, _storage(weight)]
+            [linear.name, str(linear.option), linear.recipe, linear.backend, storage]
             for linear in self.linears
-            for weight in linear.weights
+            for storage in dict.fromkeys(map(_storage, linear.weights))
         ]
         by_name: dict[str, list[list[str]]] = {}
-        for rank in gather_json(own, self.runtime.topology.control):
+        control = self.runtime.topology.control
+        for rank in control.gather("reading what linears run", lambda: own).distinct():
             for name, *values in rank:
                 by_name.setdefault(name, []).append(values)
         columns = ("option", "recipe", "backend", "weight_storage")
@@ -264,9 +267,8 @@ class PlannedModel:
                 if each.instance in own and not each.tp.rank and not topology.data_axis(each).rank
             }
 
-        counted = attempt("saving histories of delayed scaling", counted_here, topology.control)
-        parts = gather_json(counted, topology.control)
-        return {name: text for part in parts for name, text in part.items()}
+        parts = topology.control.gather("saving histories of delayed scaling", counted_here)
+        return {name: text for part in parts.distinct() for name, text in part.items()}
 
     def weights(self, names: frozenset[str] | None = None) -> dict[Placement, torch.nn.Parameter]:
         """Return this rank's trained weights of the named linears, in model order."""

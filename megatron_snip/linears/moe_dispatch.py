@@ -31,8 +31,9 @@ class ExpertDispatch:
     """The MoE layers of a model whose experts' rows must be sorted by sender."""
 
     def __init__(self, chunks: Sequence[torch.nn.Module], topology: Topology) -> None:
-        """Find them; communicates nothing."""
-        layers = {name: _layer(moe, topology) for name, moe in expert_layers(chunks)}
+        """All ranks: find them. Ranks that exchange tokens exchange their places, once."""
+        places_of: dict[dist.ProcessGroup, list[tuple[int, int]]] = {}
+        layers = {name: _layer(moe, topology, places_of) for name, moe in expert_layers(chunks)}
         self._layers = {name: layer for name, layer in layers.items() if layer is not None}
 
     @contextmanager
@@ -105,8 +106,16 @@ class _Layer:
         self.counts = everyone.view(self.group.size(), -1)[self.arrival].tolist()
 
 
-def _layer(moe: Any, topology: Topology) -> _Layer | None:
-    """Return a layer; None where rows need no sorting, or their order is unknown."""
+def _layer(
+    moe: Any, topology: Topology, places_of: dict[dist.ProcessGroup, list[tuple[int, int]]]
+) -> _Layer | None:
+    """Return a layer; None where rows need no sorting, or their order is unknown.
+
+    Args:
+        moe: Megatron's MoE layer.
+        topology: this rank's place.
+        places_of: places of the ranks of a group, for groups that were asked before.
+    """
     dispatcher = moe.token_dispatcher
     group = dispatcher.tp_ep_group
     tp = dispatcher.tp_size
@@ -119,8 +128,17 @@ def _layer(moe: Any, topology: Topology) -> _Layer | None:
         arrival = list(range(tp * ep))
     else:
         return None
-    ranks = dist.get_process_group_ranks(group)
-    places = [topology.places[ranks[i]] for i in arrival]
+    if group not in places_of:
+        places_of[group] = _places(group, topology)
+    places = [places_of[group][i] for i in arrival]
     if len({data for data, _ in places}) == 1 and places == sorted(places):
         return None  # the rows are as one data rank alone would have them
     return _Layer(moe.router, group, arrival, places)
+
+
+def _places(group: dist.ProcessGroup, topology: Topology) -> list[tuple[int, int]]:
+    """All ranks of a group: return (data rank, tensor rank) of each."""
+    own = torch.tensor([topology.data.rank, topology.tp.rank], device=torch.cuda.current_device())
+    everyone = own.new_empty(2 * group.size())
+    dist.all_gather_into_tensor(everyone, own, group=group)
+    return [(data, tensor) for data, tensor in everyone.view(-1, 2).tolist()]

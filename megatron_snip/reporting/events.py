@@ -164,6 +164,13 @@ class Reporter:
         for writer in self._writers:
             self._guarded(writer, partial(writer.write, event))
 
+    def flush(self, limit_s: float | None = None) -> None:
+        """Wait for writers that work in a thread of their own, each at most `limit_s` seconds."""
+        for writer in self._writers:
+            flush = getattr(writer, "flush", None)
+            if flush is not None:
+                self._guarded(writer, flush if limit_s is None else partial(flush, limit_s))
+
     def close(self) -> None:
         """Close every writer."""
         for writer in self._writers:

@@ -155,10 +155,12 @@ class WandbWriter(_Dashboard):
 
     W&B refuses rows of earlier steps. A W&B run that continues after training went back to a
     checkpoint has those rows already; they are left out, with one warning. Plans and alerts are
-    not.
+    not. A row that is late, because a picture took long, is logged at the step that the run has
+    reached.
     """
 
     _has_stopped = False
+    _first_step: int | None = None
 
     def write(self, event: Event) -> None:
         """Write an event.
@@ -185,14 +187,17 @@ class WandbWriter(_Dashboard):
         run = self._board.run
         if run is None:
             return
-        if iteration < run.step:
+        if self._first_step is None:
+            self._first_step = int(run.step)
+        if iteration < self._first_step:
             warn_once(
                 logger,
                 "the W&B run is at a later step than training: rows of iterations that it has "
                 "already are left out there",
             )
         else:
-            run.log(self._row(payload, scalars), step=iteration)
+            row = self._row(payload, scalars)
+            run.log(row, step=max(iteration, int(run.step)))
         if isinstance(payload, PlanApplied):
             plan = payload.plan
             metadata = {"iteration": plan.iteration, "digest": plan.digest}

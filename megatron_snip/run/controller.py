@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from megatron_snip.collectives import RemoteFailure, attempt
+from megatron_snip.collectives import RemoteFailure
 from megatron_snip.config import SnipConfig
 from megatron_snip.errors import PlanningError
 from megatron_snip.formats import is_delayed
@@ -332,6 +332,8 @@ class SnipController:
         if any(map(is_delayed, formats.union(self.config.named_formats))):
             delayed_scaling = self.model.delayed_scaling(of_all_ranks, before_iteration=is_given_up)
         settings = self._plans.reported_settings()
+        # A resumed run reads what this run wrote up to here.
+        self._reporter.flush()
         return replace(state, delayed_scaling=delayed_scaling, settings=settings)
 
     def _state_now(self, iteration: int) -> ControllerState:
@@ -517,7 +519,7 @@ class SnipController:
             self._observations.complete()
             target = self._plans.targets.at(iteration + self.config.lag)
             make = partial(self._observations.measurement, target)
-            measured = attempt("making a planning problem", make, self._control)
+            measured = self._control.attempt("making a planning problem", make)
             self._reporter.log(
                 f"iteration {iteration}: measured {len(self.model.all_linears)} linears in "
                 f"{measured.seconds:.2f} s"

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from megatron_snip.collectives import RemoteFailure, attempt
+from megatron_snip.collectives import RemoteFailure
 from megatron_snip.errors import SnipError
 from megatron_snip.linears.model import PlannedModel
 from megatron_snip.options import BF16
@@ -89,7 +89,7 @@ class CurrentPlan:
         """
         control = self._model.runtime.topology.control
         try:
-            attempt("applying the plan", lambda: self._model.apply(plan.linears), control)
+            control.attempt("applying the plan", lambda: self._model.apply(plan.linears))
         except RemoteFailure:
             self._model.apply(self.plan.linears)
             raise

@@ -213,7 +213,7 @@ class PairedEvaluation:
         The error is NaN for a single microbatch. None: no rank reported a loss, or one could not
         read its report.
         """
-        sums = sum_over(self._sums.clone(), self._runtime.topology.control)
+        sums = self._runtime.topology.control.sum_(self._sums.clone())
         n, x, t, xx, xt, tt, num_unread = sums.tolist()
         if t <= 0 or num_unread:
             return None

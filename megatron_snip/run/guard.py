@@ -286,10 +286,8 @@ class Guard:
         Returns:
             NaN if a gradient is not finite; None if the step reports no loss.
         """
-        loss = StepLoss(results, self._topology).read()
-        if loss is None or gradients_are_finite(step.chunks, self._topology):
-            return loss
-        return math.nan
+        loss = StepLoss(results, self._topology)
+        return loss.read_judged(gradients_are_finite(step.chunks))
 
     def _add(self, loss: float | None) -> None:
         """Add an iteration's loss; the current plan may be judged good by it."""

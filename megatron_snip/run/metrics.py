@@ -9,7 +9,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from megatron_snip.topology import Topology
 
@@ -70,9 +69,8 @@ class StepMetrics:
         numbers = torch.tensor(
             [math.nan if v is None else float(v) for v in known], dtype=torch.float64
         )
-        group = self._topology.control
-        if names and group is not None:
-            dist.broadcast(numbers, src=self._topology.world_size - 1, group=group)
+        if names:
+            self._topology.control.broadcast_(numbers, self._topology.world_size - 1)
         found: list[float] = numbers.tolist()
         return found
 

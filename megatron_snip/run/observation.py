@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from megatron_snip.collectives import RemoteFailure, any_rank
+from megatron_snip.collectives import RemoteFailure
 from megatron_snip.config import SnipConfig
 from megatron_snip.divergence.quality_loss import (
     DivergenceTable,
@@ -143,7 +143,7 @@ class Observations:
             log_failure(logger, "reading the optimizer's steps", error)
             steps = None
         is_young = steps is not None and steps < MIN_OPTIMIZER_STEPS
-        return not any_rank(is_young, self._topology.control)
+        return not self._topology.control.any(is_young)
 
     def begin(self, iteration: int, part: int, num_parts: int) -> Observation | None:
         """All ranks: prepare to measure a part of the linears while an iteration runs.

@@ -9,7 +9,6 @@ at a resume while the solver worked   `resume`, the stopped run's problem again
 
 from functools import partial
 
-from megatron_snip.collectives import attempt
 from megatron_snip.errors import PlanningError
 from megatron_snip.planning.plan import PrecisionPlan
 from megatron_snip.planning.problem import PlanningProblem
@@ -89,7 +88,7 @@ class Replanner:
         """All ranks: plan from the checkpoint's measurements; training waits for the plan."""
         target = self._plans.targets.at(num_done + 1)
         make = partial(self._observations.measurement, target)
-        problem = attempt("planning for the new settings", make, self._control).problem
+        problem = self._control.attempt("planning for the new settings", make).problem
         problem = self._plans.fitting.problem(problem)
         self.submit(num_done, problem, apply_at=num_done + 1)
 
@@ -114,7 +113,7 @@ class Replanner:
             return self._observations.measurement(target).problem
 
         with self._current.kept_on_error(iteration):
-            problem = attempt("planning anew", make, self._control)
+            problem = self._control.attempt("planning anew", make)
             self.submit(iteration, self._plans.fitting.problem(problem))
 
     def take_plan(self, iteration: int) -> tuple[PrecisionPlan, float]:

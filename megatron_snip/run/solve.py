@@ -11,9 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated, Any
 
-from torch.distributed import ProcessGroup
-
-from megatron_snip.collectives import attempt, on_rank_0
+from megatron_snip.collectives import Control
 from megatron_snip.errors import InfeasiblePlanError, PlanningError, SnipError, UsageError
 from megatron_snip.files import OwnSchema
 from megatron_snip.log import log_failure
@@ -47,7 +45,7 @@ class Solve:
     """The problem that rank 0's solver works on, if there is one."""
 
     def __init__(
-        self, settings: PlanSettings, control: ProcessGroup | None, solver: SolverProcess | None
+        self, settings: PlanSettings, control: Control, solver: SolverProcess | None
     ) -> None:
         """Start with nothing to solve; `solver` is None on ranks other than 0."""
         self._pending: PendingProblem | None = None
@@ -120,14 +118,12 @@ class Solve:
         return self._solver.result(self._settings.time_limit_s + SOLVER_GRACE_S)
 
 
-def plan_from_rank_0(
-    make: Callable[[], PrecisionPlan], control: ProcessGroup | None
-) -> PrecisionPlan:
+def plan_from_rank_0(make: Callable[[], PrecisionPlan], control: Control) -> PrecisionPlan:
     """All ranks: return the plan that rank 0 makes.
 
     Args:
         make: called on rank 0 only.
-        control: a group of all ranks.
+        control: the control plane of all ranks.
 
     Raises:
         UsageError: on every rank, if `make` raised one or an InfeasiblePlanError.
@@ -145,5 +141,5 @@ def plan_from_rank_0(
             field = "pins" if pins_conflict else "efficiency_target"
             raise UsageError(str(error), field) from None
 
-    found = on_rank_0("planning", plan_dict, control)
-    return attempt("reading the plan", lambda: PrecisionPlan.from_dict(found), control)
+    found = control.on_rank_0("planning", plan_dict)
+    return control.attempt("reading the plan", lambda: PrecisionPlan.from_dict(found))

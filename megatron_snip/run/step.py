@@ -13,12 +13,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.rerun_state_machine import RerunStateMachine
 from megatron.core.utils import get_model_config
 
-from megatron_snip.collectives import any_rank, sum_over
+from megatron_snip.collectives import sum_over
 from megatron_snip.linears.te.gathered_weights import gathers_in_forward, stage_weights
 from megatron_snip.log import log_failure
 from megatron_snip.statistics.optimizer_state import gradient_of
@@ -227,9 +226,30 @@ class StepLoss:
         """
         if self._copy_done is not None:
             self._copy_done.synchronize()
-        if self._topology.control is not None:
-            last = self._topology.world_size - 1
-            dist.broadcast(self._sums, src=last, group=self._topology.control)
+            self._copy_done = None
+        self._topology.control.broadcast_(self._sums, self._topology.world_size - 1)
+        return self._loss()
+
+    def read_judged(self, has_finite_gradients: bool) -> float | None:
+        """All ranks: return what `read` does, or NaN if a rank has a gradient that is not finite.
+
+        It is one exchange.
+
+        Args:
+            has_finite_gradients: whether the gradients of this rank are finite.
+        """
+        if self._copy_done is not None:
+            self._copy_done.synchronize()
+            self._copy_done = None
+        is_last = self._topology.rank == self._topology.world_size - 1
+        own = self._sums if is_last else torch.zeros_like(self._sums)
+        num_failed = torch.tensor([float(not has_finite_gradients)], dtype=torch.float64)
+        found = self._topology.control.sum_(torch.cat([own, num_failed]))
+        self._sums = found[:-1]
+        loss = self._loss()
+        return math.nan if loss is not None and found[-1] else loss
+
+    def _loss(self) -> float | None:
         total, count, num_unread = self._sums.tolist()
         if num_unread or count == 0.0:
             return None
@@ -237,13 +257,12 @@ class StepLoss:
 
 
 @torch.no_grad()
-def gradients_are_finite(chunks: Sequence[torch.nn.Module], topology: Topology) -> bool:
-    """All ranks: return whether every gradient of every rank is finite."""
+def gradients_are_finite(chunks: Sequence[torch.nn.Module]) -> bool:
+    """Return whether every gradient of this rank is finite."""
     found = (local(gradient_of(weight)) for chunk in chunks for weight in chunk.parameters())
     grads = [grad for grad in found if grad is not None and grad.numel() > 0]
     norms = [torch.linalg.vector_norm(grad, ord=math.inf).float() for grad in grads]
-    is_finite = not norms or bool(torch.isfinite(torch.stack(norms)).all())
-    return not any_rank(not is_finite, topology.control)
+    return not norms or bool(torch.isfinite(torch.stack(norms)).all())
 
 
 def _step_sums(results: Results) -> torch.Tensor | None:

@@ -11,11 +11,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import ProcessGroup
 
-from megatron_snip.collectives import RemoteFailure, gather_json, sum_over
+from megatron_snip.collectives import Control, RemoteFailure
 from megatron_snip.statistics.health import make_health_table
 from megatron_snip.statistics.health_table import HealthTable
 from megatron_snip.statistics.records import (
@@ -42,7 +40,7 @@ def reduce_sums(
     grad_scale: float,
     loss: float | None,
     norms: Callable[[], Mapping[str, Tensor]],
-    control: ProcessGroup | None,
+    control: Control,
 ) -> tuple[StatisticsTable, HealthTable]:
     """All ranks: return statistics and health of the model, the same on every rank.
 
@@ -53,7 +51,7 @@ def reduce_sums(
         grad_scale: The factor from G as the linears see it to the gradient of the batch-mean loss.
         loss: The loss of the iteration, the same on all ranks.
         norms: Returns this rank's `sensitivity.weight_norms`; its errors count as failures.
-        control: A CPU group of all ranks, or None if there is one rank.
+        control: the control plane of all ranks.
 
     Raises:
         RemoteFailure: on every rank, if measuring failed on any.
@@ -78,16 +76,17 @@ def reduce_sums(
         _fill(batch, own_counts, names)
         _fill(sums.norms, norms(), names)
         _fill(amax, own.amax, names)
+        place = {name: i for i, name in enumerate(names)}
         for name, expert in own.experts:  # with a row of expert 3, a linear has 4 or more
-            num_experts[names.index(name)].clamp_(min=1 + expert)
+            num_experts[place[name]].clamp_(min=1 + expert)
     except Exception as error:  # the other ranks wait in the sum
         own.record_failure(error)
     num_failed.fill_(own.failure is not None)
-    sum_over(table, control)
+    control.sum_(table, maxima)
     if num_failed > 0:
-        raise RemoteFailure("measuring", gather_json(own.failure, control))
-    if control is not None:
-        dist.all_reduce(maxima, op=dist.ReduceOp.MAX, group=control)
+        found = control.gather("measuring", lambda: own.failure)
+        by_text = zip(found.values, found.ranks, strict=True)
+        raise RemoteFailure("measuring", {text: ranks for text, ranks in by_text if text})
 
     # Experts have rows of their own; how many a linear has is known only now.
     counts = num_experts.int().tolist()
@@ -97,7 +96,7 @@ def reduce_sums(
     expert_rows = torch.zeros((len(experts), layout.expert_width), dtype=torch.float64)
     _fill(expert_rows, own.experts, experts)
     if experts:
-        sum_over(expert_rows, control)
+        control.sum_(expert_rows)
 
     named = [dict(zip(layout.columns, row, strict=True)) for row in sums.statistics.tolist()]
     # A layer that is repeated three times counts a third of a microbatch in each call. Rounding

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from megatron_snip.collectives import attempt, sum_together
+from megatron_snip.collectives import sum_together
 from megatron_snip.statistics.optimizer_state import (
     Shard,
     gradient_of,
@@ -76,7 +76,7 @@ def gather_sensitivities(
         shards = optimizer_shards(optimizer)
         return {place: ShardSums.of(w, shards.get(w)) for place, w in weights.items()}
 
-    sums = attempt("reading the optimizer's state", own_sums, topology.control)
+    sums = topology.control.attempt("reading the optimizer's state", own_sums)
     sharded = is_sharded(optimizer)
     by_axes: dict[tuple[Axis, Axis], list[Placement]] = defaultdict(list)
     for placement in weights:

@@ -45,10 +45,9 @@ from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from megatron.core.utils import unwrap_model
 from pydantic import Field
-from torch.distributed import ProcessGroup
 from torch.distributed.checkpoint.api import CheckpointException
 
-from megatron_snip.collectives import broadcast_json, gather_json, on_rank_0
+from megatron_snip.collectives import Control
 from megatron_snip.errors import SnipError, UsageError, one_line, shortened
 from megatron_snip.files import Label, read_json, read_record, read_text, write_atomic
 from megatron_snip.run.state import ControllerState
@@ -235,13 +234,13 @@ def _signals_held() -> Iterator[None]:
 
 
 def save_checkpoint(
-    state: TrainingState, group: ProcessGroup | None, run_id: str, progress: Progress
+    state: TrainingState, control: Control, run_id: str, progress: Progress
 ) -> None:
     """All ranks: write a checkpoint to the settings' `save`.
 
     Args:
         state: model, optimizer, scheduler and settings.
-        group: all ranks, carries CPU tensors.
+        control: the control plane of all ranks.
         run_id: what identifies the run; that of rank 0 counts.
         progress: The progress that a resumed run needs.
 
@@ -252,7 +251,7 @@ def save_checkpoint(
     assert state.config.save is not None, "`save` is set"
     path = checkpoint_path(state.config.save, progress.iteration)
     partial = path.with_name(f".{path.name}.partial")
-    on_rank_0("creating the checkpoint's folder", lambda: make_partial(partial), group)
+    control.on_rank_0("creating the checkpoint's folder", lambda: make_partial(partial))
     with state.gathered():
         content = _template(state, loading=False) | _random_streams()
         content |= {
@@ -272,7 +271,7 @@ def save_checkpoint(
             else:
                 time.sleep(1)  # only rank 0 knows the reason: it shall fail first
             raise SnipError(f"cannot save '{path}': {_reason(error)}") from error
-    names = broadcast_json([file.name for file in sorted(partial.glob("*"))], group)
+    names = control.broadcast([file.name for file in sorted(partial.glob("*"))])
     content = {
         "version": SCHEMA_VERSION,
         "iteration": progress.iteration,
@@ -280,18 +279,18 @@ def save_checkpoint(
         "run_id": run_id,
         "versions": versions(),
         "config": state.config.model_dump(mode="json"),
-        "files": _digests(partial, names, group),
+        "files": _digests(partial, names, control),
     }
     text = json.dumps(content, indent=1) + "\n"
-    on_rank_0("finishing the checkpoint", lambda: finish_checkpoint(path, partial, text), group)
+    control.on_rank_0("finishing the checkpoint", lambda: finish_checkpoint(path, partial, text))
 
 
-def load_checkpoint(state: TrainingState, group: ProcessGroup | None, iteration: int) -> Progress:
+def load_checkpoint(state: TrainingState, control: Control, iteration: int) -> Progress:
     """All ranks: load the checkpoint of the settings' `load` after `iteration` iterations.
 
     Args:
         state: Receives the weights and the states of optimizer and scheduler.
-        group: The group of all ranks; it carries CPU tensors.
+        control: The control plane of all ranks.
         iteration: The iteration that `resume_iteration` returned.
 
     Raises:
@@ -301,7 +300,7 @@ def load_checkpoint(state: TrainingState, group: ProcessGroup | None, iteration:
     assert config.load is not None, "`load` is set"
     path = checkpoint_path(config.load, iteration)
     run = read_saved_run(path)
-    found = _digests(path, sorted(run.files), group)
+    found = _digests(path, sorted(run.files), control)
     for name, digest in run.files.items():
         if found[name] != digest:
             raise UsageError(
@@ -367,13 +366,15 @@ def _chunks(state: TrainingState) -> dict[str, Any]:
     return dict(zip(names, chunks, strict=True))
 
 
-def _digests(folder: Path, names: list[str], group: ProcessGroup | None) -> dict[str, str]:
+def _digests(folder: Path, names: list[str], control: Control) -> dict[str, str]:
     """All ranks: hash the files, each rank a share; of an unreadable file the error."""
     share = names[dist.get_rank() :: dist.get_world_size()]
-    digests: dict[str, str] = {}
-    for part in gather_json({name: _sha256(folder / name) for name in share}, group):
-        digests |= part
-    return digests
+
+    def own() -> dict[str, str]:
+        return {name: _sha256(folder / name) for name in share}
+
+    parts = control.gather("hashing the checkpoint", own).distinct()
+    return {name: digest for part in parts for name, digest in part.items()}
 
 
 def make_partial(partial: Path) -> None:

@@ -26,10 +26,9 @@ import torch
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
-from torch.distributed import ProcessGroup
 from torch.utils.data import default_collate
 
-from megatron_snip.collectives import on_rank_0
+from megatron_snip.collectives import Control
 from megatron_snip.trainer.config import BYTE_VOCABULARY, TrainConfig
 
 Batch = dict[str, torch.Tensor]
@@ -73,19 +72,19 @@ class Datasets:
     source: dict[str, Any]
 
 
-def build_datasets(config: TrainConfig, group: ProcessGroup | None) -> Datasets:
+def build_datasets(config: TrainConfig, control: Control) -> Datasets:
     """All ranks: prepare the data (rank 0 writes what is missing) and open it.
 
     Args:
         config: the run's settings.
-        group: all ranks, carries CPU tensors; None without a process group.
+        control: the control plane of all ranks.
 
     Raises:
         SnipError: on every rank, if the data cannot be prepared.
     """
     folder = (config.run_dir / "data").resolve()
     prepare = partial(prepare_corpus, folder, config.max_corpus_bytes)
-    source = on_rank_0("preparing the built-in text", prepare, group)
+    source = control.on_rank_0("preparing the built-in text", prepare)
     tokenizer = SimpleNamespace(  # the data are token ids already
         vocab_size=BYTE_VOCABULARY,
         eod=END_OF_DOCUMENT,

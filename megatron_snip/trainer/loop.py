@@ -23,9 +23,8 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
-from torch.distributed import ProcessGroup
 
-from megatron_snip.collectives import gather_json
+from megatron_snip.collectives import Control
 from megatron_snip.errors import SnipError
 from megatron_snip.reporting.events import Event, Metrics, Reporter, Writer
 from megatron_snip.run.controller import SnipController
@@ -67,14 +66,14 @@ TrainingHook = SnipController | PlainTraining
 
 
 @contextmanager
-def stop_requests(group: ProcessGroup | None) -> Iterator[Callable[[], str | None]]:
+def stop_requests(control: Control) -> Iterator[Callable[[], str | None]]:
     """Within: a stop signal ends the run after the iteration; a second SIGINT ends it at once.
 
     Schedulers send a signal some time before the job ends. One rank or all may get it, and at
     different moments, so the ranks agree after every iteration.
 
     Args:
-        group: all ranks, carries CPU tensors; None for a single rank.
+        control: the control plane of all ranks.
 
     Yields:
         A function that all ranks call: the name of a signal that any rank received, or None.
@@ -88,7 +87,9 @@ def stop_requests(group: ProcessGroup | None) -> Iterator[Callable[[], str | Non
         received = number
 
     def agreed() -> str | None:
-        number = max(gather_json(received, group))
+        largest = torch.tensor([received])
+        control.sum_(torch.zeros(1), maxima=largest)
+        number = int(largest.item())
         return signal.Signals(number).name if number else None
 
     handled = without_nohup(STOP_SIGNALS)

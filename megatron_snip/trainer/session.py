@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from rich.console import Console
 
-from megatron_snip.collectives import broadcast_json, on_rank_0
+from megatron_snip.collectives import Control
 from megatron_snip.directory import check_new_run, run_id
 from megatron_snip.directory_lock import lock_directory
 from megatron_snip.errors import SnipError, UsageError, one_line
@@ -161,8 +161,8 @@ def run_session(config: TrainConfig, console: Console | None) -> TrainingResult:
         config: The run's settings, checked.
         console: The console for progress and summary on rank 0; None prints nothing.
     """
-    control = dist.group.WORLD if dist.get_backend() == "gloo" else dist.new_group(backend="gloo")
-    done = broadcast_json(resume_iteration(config), control)
+    control = Control.of_all_ranks()
+    done = control.broadcast(resume_iteration(config))
     with run_directories(config, done, control) as directory:
         state = build_training_state(config)
         start = load_checkpoint(state, control, done) if done else None
@@ -314,7 +314,7 @@ def _initialize_process_group(on_cpu: bool) -> None:
 
 @contextmanager
 def run_directories(
-    config: TrainConfig, done: int, control: dist.ProcessGroup | None
+    config: TrainConfig, done: int, control: Control
 ) -> Iterator[RunDirectory | None]:
     """All ranks: lock the folders that this run writes to; rank 0 gets run_dir.
 
@@ -341,19 +341,17 @@ def run_directories(
             except OSError as error:
                 raise UsageError(str(error)) from None
 
-        on_rank_0("opening run_dir and save", prepare, control)
+        control.on_rank_0("opening run_dir and save", prepare)
         yield directory
 
 
-def begin_run(
-    directory: RunDirectory | None, source: dict[str, Any], control: dist.ProcessGroup | None
-) -> str:
+def begin_run(directory: RunDirectory | None, source: dict[str, Any], control: Control) -> str:
     """All ranks: make run_dir this run's; return on rank 0 what identifies the run.
 
     Args:
         directory: the run's files; None on the other ranks.
         source: where the data comes from.
-        control: the group of all ranks.
+        control: the control plane of all ranks.
 
     Raises:
         SnipError: on every rank, if run_dir cannot be written.
@@ -364,7 +362,7 @@ def begin_run(
         directory.begin()
         write_atomic(directory.path / "data.json", json.dumps(source) + "\n")
 
-    on_rank_0("beginning the run in run_dir", begin, control)
+    control.on_rank_0("beginning the run in run_dir", begin)
     return "" if directory is None else run_id(directory.path)
 
 

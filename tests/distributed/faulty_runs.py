@@ -17,7 +17,6 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from megatron_snip.collectives import gather_json
 from megatron_snip.errors import InfeasiblePlanError
 from megatron_snip.linears.model import PlannedModel
 from megatron_snip.planning.plan import PrecisionPlan, assignment_digest
@@ -214,7 +213,7 @@ def _healed(trainer: Trainer, controller: Any, faults: Faults) -> dict[str, Any]
         trainer.advance(2, controller)
         faults.signals = False
         stop_signal = agreed()
-    signalled = gather_json(faults.signalled, control)
+    signalled = control.gather("counting signals", lambda: faults.signalled).distinct()
     return {
         "history": list(controller.history),
         "digest": controller.plan.digest,

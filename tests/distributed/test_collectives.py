@@ -1,7 +1,10 @@
 """Sums over ranks, and refusals of one rank that are every rank's."""
 
+import math
 from argparse import Namespace
+from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import replace
 from fractions import Fraction
 from typing import Any
 from unittest import mock
@@ -10,9 +13,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_snip.collectives import any_rank, sum_together
+from megatron_snip.collectives import Control, RemoteFailure, sum_together
 from megatron_snip.config import SnipConfig
-from megatron_snip.errors import UnsupportedError
+from megatron_snip.errors import UnsupportedError, UsageError
 from megatron_snip.linears import discovery
 from megatron_snip.linears import model as planned
 from megatron_snip.patches.attach import attach
@@ -25,30 +28,104 @@ from tests.distributed.layouts import PP2
 from tests.distributed.small_model import NARROW, layout
 
 
-def test_sums_are_right_and_the_same_bits_on_any_number_of_ranks() -> None:
+def test_every_exchange_is_right_on_any_number_of_ranks() -> None:
     """FP64 against exact rational sums; sizes that are powers of two and such that are not."""
-    results = run_ranks(6, "tests.distributed.test_collectives:sums")
+    results = run_ranks(6, "tests.distributed.test_collectives:exchanges")
     for size in range(1, 7):
         found = [result[size - 1] for result in results[:size]]
         given = zip(*(r["given"] for r in found), strict=True)
-        exact = [sum(map(Fraction, column)) for column in given]
+        exact = pytest.approx([float(sum(map(Fraction, column))) for column in given], rel=1e-14)
         for one in found:
-            assert one["sum"] == found[0]["sum"]
-            assert one["sum"] == pytest.approx([float(v) for v in exact], rel=1e-14)
+            assert one["axis"] == exact
+            assert one["sum"] == found[0]["sum"] == exact  # the same bits
+            assert one["largest"] == [size - 1.0, 0.0]
             assert one["any"] == (size == 6)
+            assert one["sources"] == list(range(size))
+            assert one["rank 0"] == one["broadcast"] == 0
+            assert one["by rank"] == [i // 2 for i in range(size)]
+            assert one["distinct"] == list(range((size + 1) // 2))
+            assert one["long"] == [[i % 2, 5000] for i in range(size)]
+            assert one["failed"] == f"trying failed on rank {size - 1}: KeyError: 'x'"
 
 
-def sums() -> list[dict[str, Any]]:
-    """On ranks: sums over the first 1, 2, .. ranks; a flag is set on the last rank of all."""
+def exchanges() -> list[dict[str, Any]]:
+    """On ranks: exchanges of the first 1, 2, .. ranks."""
     rank, world = dist.get_rank(), dist.get_world_size()
     groups = [dist.new_group(list(range(size)), backend="gloo") for size in range(1, world + 1)]
-    found = []
+    found: list[dict[str, Any]] = [{}] * rank
     for group in groups[rank:]:
+        control = Control(group)
+        size = control.size
         given = torch.randn(7, generator=torch.Generator().manual_seed(rank), dtype=torch.float64)
-        total = torch.cat(sum_together([given[:2], given[2:]], group)).tolist()
-        flag = any_rank(rank == world - 1, group)
-        found.append({"given": given.tolist(), "sum": total, "any": flag})
-    return [{}] * rank + found
+        total = given.clone()
+        largest = torch.tensor([rank, -rank], dtype=torch.float32)
+        control.sum_(total, largest)
+        last = size - 1
+        gathered = control.gather("trying", lambda: rank // 2)
+        long = control.gather("trying", lambda: [rank % 2, "x" * 5000]).by_rank()
+
+        def fails(last: int = last) -> None:
+            if rank == last:
+                raise KeyError("x")
+
+        with pytest.raises(RemoteFailure) as failed:
+            control.attempt("trying", fails)
+        found.append(
+            {
+                "given": given.tolist(),
+                "axis": torch.cat(sum_together([given[:2], given[2:]], group)).tolist(),
+                "sum": total.tolist(),
+                "largest": largest.tolist(),
+                "any": control.any(rank == world - 1),
+                "sources": [
+                    int(control.broadcast_(torch.tensor([rank]), source)) for source in range(size)
+                ],
+                "broadcast": control.broadcast(rank),
+                "rank 0": control.on_rank_0("trying", lambda: rank),
+                "by rank": list(gathered.by_rank()),
+                "distinct": list(gathered.distinct()),
+                "long": [[bit, len(text)] for bit, text in long],
+                "failed": str(failed.value),
+            }
+        )
+    return found
+
+
+@pytest.mark.parametrize("size", [8, 32])
+def test_no_exchange_takes_more_messages_than_a_tree(size: int) -> None:
+    """A ring takes 2 (ranks - 1) of them, which no large job can wait for."""
+    most = 6 * math.log2(size)
+    found = run_ranks(size, "tests.distributed.test_collectives:messages")
+    for rank in found:
+        assert set(rank) == {"sum", "any", "attempt", "gather", "long", "broadcast", "last", "none"}
+        for name, (exchanges, messages) in rank.items():
+            assert messages <= most, name
+            assert exchanges == (name != "none"), name
+        assert rank["attempt"][1] <= most / 3  # a vote is a message each way
+    assert max(rank["gather"][1] for rank in found) >= math.log2(size)  # they were counted
+
+
+def messages() -> dict[str, list[int]]:
+    """On ranks: (exchanges, messages) of each kind of exchange on this rank."""
+    control = Control.of_all_ranks()
+    rank = control.rank
+    kinds: dict[str, Callable[[], Any]] = {
+        "sum": lambda: control.sum_(torch.zeros(100_000), torch.zeros(10)),
+        "any": lambda: control.any(False),
+        "attempt": lambda: control.attempt("trying", lambda: None),
+        "gather": lambda: control.gather("trying", lambda: rank // 4),
+        "long": lambda: control.gather("trying", lambda: "x" * 10_000 * (1 + rank % 2)),
+        "broadcast": lambda: control.broadcast("x" * 10_000),
+        "last": lambda: control.broadcast_(torch.zeros(3), control.size - 1),
+        "none": lambda: None,
+    }
+    found = {}
+    for name, run in kinds.items():
+        before = replace(control.traffic)
+        run()
+        now = control.traffic
+        found[name] = [now.exchanges - before.exchanges, now.messages - before.messages]
+    return found
 
 
 def test_a_model_that_one_stage_cannot_run_is_refused_on_every_rank() -> None:
@@ -58,6 +135,10 @@ def test_a_model_that_one_stage_cannot_run_is_refused_on_every_rank() -> None:
     assert "the GEMMs of GroupedMLP are not in linear modules" in first["module"]
     assert first["linear"] == "this linear cannot run"
     assert first["names"] == "2 linears have one name"
+    assert first["settings"] == (
+        "the ranks have other settings: --snip-interval is 200 on rank 0, 7 on rank 1; "
+        "--seed is not there on rank 0, 5 on rank 1; start all ranks with the same flags and files"
+    )
 
 
 def refusals() -> dict[str, str]:
@@ -78,6 +159,11 @@ def refusals() -> dict[str, str]:
         with refusing, pytest.raises(UnsupportedError) as refused:
             attach(Session(), SnipConfig(), Namespace(), model, None, lambda: (None, None), [])
         found["names"] = str(refused.value)
+        settings = SnipConfig(interval=7) if dist.get_rank() == 1 else SnipConfig()
+        args = Namespace(seed=5) if dist.get_rank() == 1 else Namespace()
+        with pytest.raises(UsageError) as other:
+            attach(Session(), settings, args, model, None, lambda: (None, None), [])
+        found["settings"] = str(other.value)
         if dist.get_rank() == 1:
             model[-1].add_module("experts", GroupedMLP())
         with pytest.raises(UnsupportedError) as refused:
@@ -87,19 +173,26 @@ def refusals() -> dict[str, str]:
 
 
 def test_a_loss_that_one_rank_cannot_read_is_none_on_every_rank() -> None:
-    assert run_ranks(2, "tests.distributed.test_collectives:losses") == [[3.0, None]] * 2
+    assert (
+        run_ranks(2, "tests.distributed.test_collectives:losses") == [[3.0, None, 3.0, "nan"]] * 2
+    )
 
 
-def losses() -> list[float | None]:
-    """On ranks: a step's loss whose report each rank can read, and one that the last cannot."""
+def losses() -> list[float | str | None]:
+    """On ranks: losses that each rank can read, that the last one cannot, and that are judged."""
     group = dist.new_group(backend="gloo")
     axis = Axis(rank=dist.get_rank(), size=2, group=group)
-    topology = Topology(rank=axis.rank, world_size=2, data=axis, control=group)
+    topology = Topology(rank=axis.rank, world_size=2, data=axis, control=Control(group))
     results = [{"lm loss": torch.tensor([6.0, 2.0])}]
     readable = StepLoss(results, topology).read()
     if axis.rank == 1:
         results = [{"lm loss": torch.empty(0)}]
-    return [readable, StepLoss(results, topology).read()]
+    unreadable = StepLoss(results, topology).read()
+    before = topology.control.traffic.exchanges
+    results = [{"lm loss": torch.tensor([6.0, 2.0])}]
+    judged = [StepLoss(results, topology).read_judged(finite) for finite in (True, axis.rank != 0)]
+    assert topology.control.traffic.exchanges == before + 2  # a watched iteration has one
+    return [readable, unreadable, judged[0], str(judged[1])]
 
 
 class GroupedMLP(torch.nn.Module):

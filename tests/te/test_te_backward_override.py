@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from megatron_snip.collectives import Control
 from megatron_snip.config import SnipConfig
 from megatron_snip.linears.availability import available_options, resolve_formats
 from megatron_snip.linears.model import PlannedModel
@@ -24,7 +25,7 @@ pytestmark = pytest.mark.skipif(not OVERRIDE, reason="NVTE_BACKWARD_OVERRIDE is 
 @pytest.mark.parametrize("changes", [{}, {"grouped": True, "fp4": "e2m1", **EXPERTS}])
 def test_an_option_names_what_its_gemms_multiply(changes: dict[str, Any]) -> None:
     model = build(**changes)
-    config = resolve_formats(SnipConfig(formats=("bf16", "fp8", "fp4")), [model], None)
+    config = resolve_formats(SnipConfig(formats=("bf16", "fp8", "fp4")), [model], Control())
     assert config.formats == ("bf16", "fp8-bf16-bf16", "fp4-bf16-bf16")
     under = planned(model)
     assert available_options(under, config).options == config.options

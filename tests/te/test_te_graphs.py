@@ -23,6 +23,7 @@ from megatron.core.transformer.cuda_graphs import TECudaGraphHelper
 from megatron.core.transformer.enums import CudaGraphScope
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from megatron_snip.collectives import Control
 from megatron_snip.linears.model import PlannedModel
 from megatron_snip.patches import graphs
 from megatron_snip.patches.registry import Registry, Session
@@ -339,7 +340,7 @@ def test_the_layers_of_a_vision_encoder_are_left_to_the_ranks_that_have_it(
     monkeypatch.setattr(cuda_graphs, "VisionTECudaGraphHelper", VisionHelper, raising=False)
     job = LayerJob("mxfp8")
     session.graphs = graphs.Graphs(job.model)
-    monkeypatch.setattr(graphs, "gather_json", None)  # a call of it is an error
+    monkeypatch.setattr(Control, "gather", None)  # a call of it is an error
     helper = VisionHelper(
         model=[job.chunk], config=job.module.config, seq_length=SEQUENCE, micro_batch_size=BATCH
     )

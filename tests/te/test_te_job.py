@@ -6,6 +6,7 @@ import pytest
 import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from megatron_snip.collectives import Control
 from megatron_snip.config import SnipConfig
 from megatron_snip.linears.availability import resolve_formats
 from megatron_snip.linears.model import PlannedModel
@@ -109,7 +110,7 @@ def test_a_custom_recipe_of_the_job_counts_as_fp8_in_plans_and_in_the_log(
     factory = "megatron_snip.linears.te.quantizers.nvfp4_mxfp8_bf16"
     model = build(fp8="e4m3", fp8_recipe="custom", fp8_quantizer_factory=factory)
     with caplog.at_level("INFO", "megatron_snip"):
-        resolve_formats(SnipConfig(), [model], None)
+        resolve_formats(SnipConfig(), [model], Control())
     custom = "snip: the run's own recipe (--fp8-format e4m3 --fp8-recipe custom) counts as fp8: "
     assert custom in caplog.text
     under = PlannedModel([model], Topology(), seed=7)

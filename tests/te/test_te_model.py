@@ -11,6 +11,7 @@ import torch
 from transformer_engine.pytorch import quantization
 from transformer_engine.pytorch.tensor import hybrid_tensor
 
+from megatron_snip.collectives import Control
 from megatron_snip.config import SnipConfig
 from megatron_snip.errors import UnsupportedError
 from megatron_snip.formats import ScaleType
@@ -133,7 +134,7 @@ def test_auto_takes_what_the_machine_runs_and_measures_it(
 ) -> None:
     on(monkeypatch, capability)
     model = build()
-    config = resolve_formats(SnipConfig(), [model], None)
+    config = resolve_formats(SnipConfig(), [model], Control())
     assert config.formats == formats
     measured = PlannedModel([model], Topology(), 0).measured_formats(formats)
     found = {n: (f.tile, f.weight_block, f.wgrad_hadamard) for n, f in measured.items()}
@@ -144,15 +145,15 @@ def test_auto_takes_what_the_machine_runs_and_measures_it(
 def test_auto_without_low_precision_gemms_names_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
     on(monkeypatch, (8, 0))
     with pytest.raises(UnsupportedError, match="--snip-backend simulate for fp8,fp4"):
-        resolve_formats(SnipConfig(), [build()], None)
-    assert resolve_formats(SnipConfig(), [build(te=False)], None).formats == ("fp8", "fp4")
+        resolve_formats(SnipConfig(), [build()], Control())
+    assert resolve_formats(SnipConfig(), [build(te=False)], Control()).formats == ("fp8", "fp4")
 
 
 def test_simulation_in_a_quantized_run_says_what_bf16_is(caplog: pytest.LogCaptureFixture) -> None:
     """Such a linear is left to Megatron, whose autocast quantizes it."""
     for flags in ({}, {"fp8": "hybrid", "fp8_recipe": "tensorwise"}):
         caplog.clear()
-        resolve_formats(SnipConfig(backend="simulate"), [build(**flags)], None)
+        resolve_formats(SnipConfig(backend="simulate"), [build(**flags)], Control())
         wanted = "what a plan leaves in bf16 runs that instead, in evaluations too; drop --fp8-form"
         assert (wanted in caplog.text) == bool(flags)
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from megatron_snip.collectives import Control
 from megatron_snip.config import SnipConfig
 from megatron_snip.linears.availability import available_options, resolve_formats
 from megatron_snip.linears.model import PlannedModel
@@ -304,11 +305,11 @@ def test_auto_leaves_out_what_no_stored_weight_allows(
     recipe: str, formats: tuple[str, ...]
 ) -> None:
     model = job(recipe)
-    assert resolve_formats(SnipConfig(), [model], None).formats == formats
+    assert resolve_formats(SnipConfig(), [model], Control()).formats == formats
     every = ("fp8", "fp4")
-    assert resolve_formats(SnipConfig(collect_only=True), [model], None).formats == every
-    assert resolve_formats(SnipConfig(), [job(recipe, stored=False)], None).formats == every
-    config = resolve_formats(SnipConfig(), [model], None)
+    assert resolve_formats(SnipConfig(collect_only=True), [model], Control()).formats == every
+    assert resolve_formats(SnipConfig(), [job(recipe, stored=False)], Control()).formats == every
+    config = resolve_formats(SnipConfig(), [model], Control())
     available = available_options(PlannedModel([model], Topology(), 7), config)
     assert [str(option) for option in available.options] == list(formats)
     assert not any(available.refusals.values())

@@ -1,55 +1,91 @@
-"""Without a process group everything is what one rank alone would do."""
+"""Alone, everything is what one rank would do; messages of many ranks are short."""
 
+from collections.abc import Mapping, Sequence
 from unittest.mock import Mock
 
 import pytest
+import torch
 
-from megatron_snip.collectives import RemoteFailure, attempt, broadcast_json, gather_json, on_rank_0
-from megatron_snip.errors import UsageError
+from megatron_snip.collectives import Control, RemoteFailure, _Records
+from megatron_snip.errors import UnsupportedError, UsageError
+
+ALONE = Control()
 
 
 def test_values_take_the_way_through_json_even_alone() -> None:
     """Tuples become lists on one rank as on many, so nothing works by chance."""
-    assert gather_json({"a": (1, 2)}, None) == [{"a": [1, 2]}]
-    assert broadcast_json({"a": (1, 2)}, None) == {"a": [1, 2]}
+    found = ALONE.gather("trying", lambda: {"a": (1, 2)})
+    assert found.distinct() == ({"a": [1, 2]},) and list(found.by_rank()) == [{"a": [1, 2]}]
+    assert ALONE.broadcast({"a": (1, 2)}) == {"a": [1, 2]}
+    with pytest.raises(RemoteFailure, match="trying failed on rank 0: TypeError"):
+        ALONE.gather("trying", lambda: {1, 2})
     with pytest.raises(TypeError):
-        gather_json({1, 2}, None)
-    with pytest.raises(TypeError):
-        broadcast_json(object(), None)
+        ALONE.broadcast(object())
+
+
+def test_numbers_of_one_rank_stay_as_they_are() -> None:
+    sums, maxima = torch.tensor([1.5, -2.0]), torch.tensor([3.0])
+    assert ALONE.sum_(sums, maxima) is sums
+    assert (sums.tolist(), maxima.tolist()) == ([1.5, -2.0], [3.0])
+    assert ALONE.any(True) and not ALONE.any(False)
+    assert ALONE.traffic.exchanges == 0
 
 
 def test_one_rank_fails_as_many_do() -> None:
-    assert attempt("trying", lambda: 5, None) == 5
+    assert ALONE.attempt("trying", lambda: 5) == 5
     with pytest.raises(RemoteFailure, match=r"trying failed on rank 0: KeyError: 'reason'$"):
-        attempt("trying", Mock(side_effect=KeyError("reason")), None)
+        ALONE.attempt("trying", Mock(side_effect=KeyError("reason")))
     with pytest.raises(KeyboardInterrupt):  # no failure
-        attempt("trying", Mock(side_effect=KeyboardInterrupt), None)
+        ALONE.attempt("trying", Mock(side_effect=KeyboardInterrupt))
+
+
+def test_a_refusal_is_a_failure_only_where_none_is_expected() -> None:
+    refuse = Mock(side_effect=UnsupportedError("one", "two"))
+    for method in (ALONE.unless_refused, ALONE.gather):
+        with pytest.raises(UnsupportedError) as caught:
+            method("trying", refuse)
+        assert caught.value.messages == ("one", "two")
+        with pytest.raises(UsageError, match=r"^pins: bad$"):
+            method("trying", Mock(side_effect=UsageError("bad", "pins")))
+    with pytest.raises(RemoteFailure, match="UnsupportedError: one two"):
+        ALONE.attempt("trying", refuse)
 
 
 @pytest.mark.parametrize(
     ("failures", "text"),
     [
-        (["a"], "rank 0: a"),
-        ([None, "a", None, "b", "a"], "ranks 1, 4: a; rank 3: b"),
-        (["a"] * 512, "ranks 0, 1, 2 and 509 more: a"),
-        ([f"{n} bytes" for n in range(512)], None),
-        (["a", "b", "c", "a", "d", "d", "e"], "ranks 0, 3: a; rank 1: b; rank 2: c; 3 more"),
+        ({"a": [range(1)]}, "rank 0: a"),
+        ({"a": [range(1, 2), range(4, 5)], "b": [range(3, 4)]}, "ranks 1, 4: a; rank 3: b"),
+        ({"a": [range(512)]}, "ranks 0-511: a"),
+        ({"a": [range(i, i + 1) for i in range(0, 9, 2)]}, "ranks 0, 2, 4 and 2 more: a"),
+        (
+            {f"{n} bytes": [range(n, n + 1)] for n in range(512)},
+            "rank 0: 0 bytes; rank 1: 1 bytes; rank 2: 2 bytes; 509 more, see their logs",
+        ),
     ],
 )
 def test_a_failure_of_many_ranks_is_a_short_line(
-    failures: list[str | None], text: str | None
+    failures: Mapping[str, Sequence[range]], text: str
 ) -> None:
-    text = text or "rank 0: 0 bytes; rank 1: 1 bytes; rank 2: 2 bytes; 509 more"
-    found = str(RemoteFailure("trying", failures))
-    assert found.removesuffix(", see their logs") == f"trying failed on {text}"
+    assert str(RemoteFailure("trying", failures)) == f"trying failed on {text}"
 
 
 def test_what_rank_0_returns_or_raises_is_what_every_rank_gets() -> None:
     refuse = Mock(side_effect=UsageError("must be even, got 3", "interval"))
-    assert on_rank_0("trying", lambda: {"a": (1, 2)}, None) == {"a": [1, 2]}
+    assert ALONE.on_rank_0("trying", lambda: {"a": (1, 2)}) == {"a": [1, 2]}
     with pytest.raises(UsageError, match=r"^interval: must be even, got 3$") as caught:
-        on_rank_0("trying", refuse, None)
+        ALONE.on_rank_0("trying", refuse)
     assert caught.value.field == "interval"
     for value, reason in (({1}, "TypeError: "), (float("nan"), "ValueError: ")):
         with pytest.raises(RemoteFailure, match=f"^trying failed on rank 0: {reason}"):
-            on_rank_0("trying", lambda value=value: value, None)
+            ALONE.on_rank_0("trying", lambda value=value: value)
+
+
+def test_16384_ranks_with_16_records_are_16_records() -> None:
+    """Each of 16 pipeline stages has one record: what rank 0 holds in the end."""
+    records = _Records({})
+    for rank in range(16384):
+        records.add(_Records({b"%d" % (rank // 1024) * 1000: [range(rank, rank + 1)]}))
+    assert [len(runs) for runs in records.runs.values()] == [1] * 16
+    assert len(records.encoded()) < 40_000
+    assert _Records.decoded(records.encoded()) == records

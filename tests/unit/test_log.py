@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from megatron_snip.collectives import RemoteFailure, attempt
+from megatron_snip.collectives import Control, RemoteFailure
 from megatron_snip.errors import PlanningError
 from megatron_snip.log import forget_warnings, set_iteration
 from megatron_snip.reporting.events import Event, Metrics, Reporter
@@ -43,7 +43,7 @@ def test_an_attempt_logs_its_traceback_on_the_rank_that_failed(
 ) -> None:
     for _ in range(3):  # every refresh fails in the same way: once is enough
         with pytest.raises(RemoteFailure, match="measuring failed on rank 0: KeyError"):
-            attempt("measuring", fail, None)
+            Control().attempt("measuring", fail)
     line = "snip: rank 37, iteration 200: measuring failed: KeyError: 'decoder.layers.5'"
     assert tracebacks(caplog) == [(line, "fail")]
 
@@ -58,7 +58,7 @@ def test_a_failure_whose_text_differs_each_time_is_logged_once(
 
     for size in range(3):
         with pytest.raises(RemoteFailure, match=f"failed on rank 0: .* {size} bytes"):
-            attempt("measuring", partial(allocate, size), None)
+            Control().attempt("measuring", partial(allocate, size))
         sums = RankSums()
         try:
             allocate(size)
@@ -66,9 +66,9 @@ def test_a_failure_whose_text_differs_each_time_is_logged_once(
             sums.record_failure(error, f"decoder.{size}: ")
     assert len(tracebacks(caplog)) == 1
     with pytest.raises(RemoteFailure):  # another place in the code may be another bug
-        attempt("measuring", lambda: [][0], None)
+        Control().attempt("measuring", lambda: [][0])
     with pytest.raises(RemoteFailure):
-        attempt("planning", partial(allocate, 1), None)
+        Control().attempt("planning", partial(allocate, 1))
     assert len(tracebacks(caplog)) == 3
 
 
@@ -77,7 +77,7 @@ def test_errors_made_for_users_have_no_traceback(caplog: pytest.LogCaptureFixtur
         raise PlanningError("no plan reaches the target")
 
     with pytest.raises(RemoteFailure):
-        attempt("planning", refuse, None)
+        Control().attempt("planning", refuse)
     assert tracebacks(caplog) == []
 
 
@@ -130,7 +130,7 @@ def test_a_folder_that_takes_nothing_is_one_line(
 
     for error in errors:
         with pytest.raises(RemoteFailure):
-            attempt("writing", partial(fails, error), None)
+            Control().attempt("writing", partial(fails, error))
     assert tracebacks(caplog) == []
     assert f"writing failed: {line}" in caplog.text
     assert caplog.text.count("writing failed") == 1

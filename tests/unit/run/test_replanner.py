@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from megatron_snip.collectives import Control
 from megatron_snip.errors import PlanningError
 from megatron_snip.planning.plan import PrecisionPlan
 from megatron_snip.planning.problem import PlanningProblem
@@ -81,7 +82,7 @@ class Run:
         schedule = RefreshSchedule(plans.config)
         schedule.begin(plans.config.start_step)  # the first refresh has ended
         schedule.take_part(plans.config.start_step)
-        self.solve = Solve(PlanSettings(), None, self.solver)
+        self.solve = Solve(PlanSettings(), Control(), self.solver)
         self.replanner = Replanner(plans, schedule, observations, self.solve, current, Topology())
         if former_target is not None:
             stopped = replace(state_of(PLAN), target=former_target)

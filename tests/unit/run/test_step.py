@@ -159,6 +159,10 @@ def test_microbatches_count_by_their_tokens(reports: list[Any], loss: float | No
     results = [{"lm loss": torch.tensor(report)} for report in reports]
     assert StepLoss(results, ALONE).read() == pytest.approx(loss, abs=0.0, nan_ok=True)
     assert StepLoss([{}], ALONE).read() is None
+    judged = [StepLoss(results, ALONE).read_judged(is_finite) for is_finite in (True, False)]
+    assert judged[0] == pytest.approx(loss, abs=0.0, nan_ok=True)
+    assert judged[1] is None if loss is None else math.isnan(judged[1])
+    assert StepLoss([{}], ALONE).read_judged(False) is None
 
 
 @pytest.mark.parametrize("report", ["no number", torch.empty(0), torch.ones(3, 2), None])
@@ -192,19 +196,19 @@ def test_an_empty_gradient_is_finite() -> None:
     """An optimizer's shard may hold nothing of a weight."""
     linear: Any = torch.nn.Linear(2, 2)
     linear.weight.main_grad = torch.empty(0)
-    assert gradients_are_finite([linear], ALONE)
+    assert gradients_are_finite([linear])
     linear.bias.grad = torch.tensor([1.0, math.nan])
-    assert not gradients_are_finite([linear], ALONE)
+    assert not gradients_are_finite([linear])
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 def test_gradients_wherever_they_are(bad: float) -> None:
     linear: Any = torch.nn.Linear(2, 2)
-    assert gradients_are_finite([linear], ALONE)  # none yet
+    assert gradients_are_finite([linear])  # none yet
     linear.weight.grad = torch.ones(2, 2)
     linear.bias.main_grad = torch.tensor([1.0, 2.0])
     for gradient in (linear.weight.grad[1], linear.bias.main_grad):
-        assert gradients_are_finite([linear], ALONE)
+        assert gradients_are_finite([linear])
         gradient[1] = bad
-        assert not gradients_are_finite([linear], ALONE)
+        assert not gradients_are_finite([linear])
         gradient[1] = 1.0

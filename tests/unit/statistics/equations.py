@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from megatron_snip.collectives import Control
 from megatron_snip.formats import get_format
 from megatron_snip.quantizers.quantize import quantize_dequantize_operand
 from megatron_snip.quantizers.stochastic import grad_output_stream
@@ -185,4 +186,4 @@ def largest_error(found: dict[str, float], wanted: dict[str, float]) -> float:
 def axis_topology(rank: int, size: int, group: Any, axis: str) -> Topology:
     """A topology of `size` ranks along one axis."""
     along: dict[str, Any] = {axis: Axis(rank, size, group)}
-    return Topology(rank=rank, world_size=size, control=group, **along)
+    return Topology(rank=rank, world_size=size, control=Control(group), **along)

@@ -17,6 +17,7 @@ import pytest
 from megatron_snip.cli import train
 from megatron_snip.cli.commands import build_parser
 from megatron_snip.cli.train import ignored_flags, read_settings
+from megatron_snip.collectives import Control
 from megatron_snip.directory import OWN_FOLDERS, mark, mark_new_run, run_id
 from megatron_snip.errors import UnsupportedError, UsageError
 from megatron_snip.reporting.events import Event, Metrics
@@ -241,7 +242,7 @@ def test_the_files_of_another_run_than_the_checkpoints_are_moved_aside(
         load = write_checkpoint(tmp_path / name / "save", 5, run_id=identity, run_dir="runs/demo")
         monkeypatch.chdir(tmp_path / name / ".." / "..")
         config = TrainConfig(run_dir=Path("runs/demo"), load=load, overwrite=name == names[2])
-        with run_directories(config, 5, None) as directory:
+        with run_directories(config, 5, Control()) as directory:
             assert directory is not None
             assert len(read_lines(tmp_path / name / "metrics.jsonl")) == 2  # nothing is refused yet
             directory.begin()

@@ -1,0 +1,344 @@
+"""The control plane of large jobs: what is exchanged in each phase, and how long it takes.
+
+    python -m benchmarks.scale [--ranks 8,16,32,64] [--models NAMES] [--json FILE]
+
+forks gloo ranks on this machine. They run SNIP's own functions on the linears of published models,
+without weights: each rank has the records that it would have in the model's layout. For each phase
+it prints, of the rank with the most: exchanges, messages, bytes; and the shortest time of some
+repetitions. "computed" are seconds at more ranks: from the measured time of a hop between two
+ranks, the measured bandwidth, and rank 0's CPU time at the most ranks that were forked:
+
+    seconds = exchanges * 2 ceil(log2 N) * hop + bytes of the largest path / bandwidth + CPU
+
+A row is added to benchmarks/results/scale.jsonl.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.machine import RESULTS, append_row
+from megatron_snip.collectives import Control
+from megatron_snip.config import SnipConfig
+from megatron_snip.divergence.quality_loss import divergence_table, planning_problem
+from megatron_snip.formats import get_format
+from megatron_snip.linears.availability import option_refusals
+from megatron_snip.linears.discovery import global_linears
+from megatron_snip.options import BF16, Option
+from megatron_snip.planning.plan import PrecisionPlan, assigned_plan
+from megatron_snip.run.solve import plan_from_rank_0
+from megatron_snip.run.step import StepLoss
+from megatron_snip.statistics.reduce import reduce_sums
+from megatron_snip.statistics.row_sums import BatchCounts, RankSums
+from megatron_snip.statistics.rows import RowLayout
+from megatron_snip.statistics.sample import MeasureSettings
+from megatron_snip.topology import LinearInfo, Placement, Topology
+from tests.distributed.launch import Server
+
+FORMATS = ("fp8", "fp4")
+COMPUTED_AT = (1024, 4096, 16384)
+REPETITIONS = 3
+GOALS_S = {"group": 0.1, "start": 1.0, "refresh": 1.0, "watched": 0.002}
+"""At 16,384 ranks, computed."""
+
+Shapes = Mapping[str, tuple[int, int]]
+
+
+@dataclass(frozen=True)
+class Model:
+    """The linears of a model and the layout in which it is trained.
+
+    Attributes:
+        layers: number of layers.
+        dense: {linear: (out_features, in_features)} of each layer.
+        experts: the same of an expert, in layers from `first_moe` on.
+        num_experts: experts of a layer.
+        topk: experts that see each token.
+        first_moe: layers before it have no experts.
+        stages: pipeline stages.
+        expert_ranks: ranks that share the experts of a layer.
+    """
+
+    layers: int
+    dense: Shapes
+    stages: int
+    experts: Shapes
+    num_experts: int = 0
+    topk: int = 0
+    first_moe: int = 0
+    expert_ranks: int = 1
+
+    def placements(self, rank: int, size: int) -> list[Placement]:
+        """Return the linears of a rank of a job of `size` ranks; the stages are outermost."""
+        stages = min(self.stages, size)
+        stage = rank * stages // size
+        num_local = self.num_experts // self.expert_ranks
+        first = rank % self.expert_ranks * num_local
+        found = []
+        for layer in range(stage * self.layers // stages, (stage + 1) * self.layers // stages):
+            at = f"decoder.layers.{layer}"
+            for name, (rows, cols) in self.dense.items():
+                found.append(Placement(f"{at}.{name}", stage, "column", cols, rows))
+            for name, (rows, cols) in self.experts.items() if layer >= self.first_moe else ():
+                for expert in range(first, first + num_local):
+                    place = Placement(f"{at}.mlp.experts.{name}", stage, "column", cols, rows)
+                    found.append(replace(place, expert=expert, num_active=float(self.topk)))
+        return found
+
+
+def _dense(hidden: int, ffn: int, qkv: int) -> Shapes:
+    return {
+        "self_attention.linear_qkv": (qkv, hidden),
+        "self_attention.linear_proj": (hidden, hidden),
+        "mlp.linear_fc1": (2 * ffn, hidden),
+        "mlp.linear_fc2": (hidden, ffn),
+    }
+
+
+_LATENT = {
+    "self_attention.linear_q_down_proj": (1536, 7168),
+    "self_attention.linear_q_up_proj": (24576, 1536),
+    "self_attention.linear_kv_down_proj": (576, 7168),
+    "self_attention.linear_kv_up_proj": (32768, 512),
+    "self_attention.linear_proj": (7168, 16384),
+    "mlp.shared_experts.linear_fc1": (4096, 7168),
+    "mlp.shared_experts.linear_fc2": (7168, 2048),
+}
+_ROUTED = {"linear_fc1": (4096, 7168), "linear_fc2": (7168, 2048)}
+MODELS = {
+    "Llama-405B TP8 PP16": Model(126, _dense(16384, 53248, 18432), 16, {}),
+    "DeepSeek-V3 EP64 PP16": Model(61, _LATENT, 16, _ROUTED, 256, 8, 3, 64),
+    "Kimi-K2 EP8 PP16": Model(61, _LATENT, 16, _ROUTED, 384, 8, 1, 8),
+}
+
+
+class Job:
+    """One rank of a job: the records of its linears, and SNIP's phases on them."""
+
+    def __init__(self, model: Model, control: Control) -> None:
+        """All ranks: make this rank's records; exchanges nothing."""
+        self.control = control
+        self.topology = Topology(control.rank, control.size, control=control)
+        self.places = model.placements(control.rank, control.size)
+        self.config = SnipConfig(formats=FORMATS, efficiency_target=0.5)
+        names = dict.fromkeys(place.name for place in self.places)
+        self.model: Any = SimpleNamespace(
+            linears=[SimpleNamespace(name=name, refusal=lambda _: None) for name in names],
+            runtime=SimpleNamespace(topology=self.topology),
+            refusals={},
+        )
+        self.linears: tuple[LinearInfo, ...] = ()
+        self.plan: PrecisionPlan | None = None
+
+    def start(self) -> None:
+        """All ranks: agree on linears and options; get the first plan from rank 0."""
+        self.linears = global_linears(self.places, self.topology)
+        options = (*self.config.options, BF16)
+        option_refusals(self.model, options)
+        self.control.on_rank_0("opening the run directory", lambda: None)
+        self.plan = plan_from_rank_0(self._plan, self.control)
+
+    def _plan(self) -> PrecisionPlan:
+        fp4 = Option.uniform("fp4")
+        stage_and_flops = {each.name: (each.stage, each.flops_per_token) for each in self.linears}
+        return assigned_plan(dict.fromkeys(stage_and_flops, fp4), stage_and_flops, "fp4", "job")
+
+    def refresh(self) -> None:
+        """All ranks: from this rank's sums to a planning problem."""
+        self.control.any(False)  # whether the optimizer has made enough steps
+        formats = {name: get_format(name) for name in FORMATS}
+        settings = MeasureSettings(formats, 1, 0)
+        statistics, _ = reduce_sums(
+            self._sums(), settings, self.linears, 1.0, 2.0, dict, self.control
+        )
+
+        def problem() -> None:
+            table = divergence_table(
+                statistics, self.config.options, "fp4", self.config, warn=False
+            )
+            planning_problem(table, 0.5)
+
+        self.control.attempt("making a planning problem", problem)
+
+    def _sums(self) -> RankSums:
+        layout = RowLayout(FORMATS)
+        row = torch.rand(layout.width, dtype=torch.float64) + 1.0
+        expert_row = torch.rand(layout.expert_width, dtype=torch.float64) + 1.0
+        own = RankSums()
+        for place in self.places:
+            own.rows[place.name] = row
+            own.counts[place.name] = BatchCounts(1.0, 4096.0)
+            own.amax[place.name] = row[:3].float()
+            if place.expert is not None:
+                own.experts[place.name, place.expert] = expert_row
+        return own
+
+    def apply(self) -> None:
+        """All ranks: get a plan from rank 0, and agree that it is applied."""
+        plan_from_rank_0(self._plan, self.control)
+        self.control.attempt("applying the plan", lambda: None)
+
+    def watched(self) -> None:
+        """All ranks: judge an iteration by its loss and gradients."""
+        StepLoss([{"lm loss": torch.tensor([2.0, 1.0])}], self.topology).read_judged(True)
+
+    def ordinary(self) -> None:
+        """All ranks: read the loss of an iteration that is not judged."""
+        StepLoss([{"lm loss": torch.tensor([2.0, 1.0])}], self.topology).read()
+
+    @property
+    def phases(self) -> dict[str, Callable[[], None]]:
+        """What is measured, by name, in this order."""
+        return {
+            "start": self.start,
+            "ordinary": self.ordinary,
+            "watched": self.watched,
+            "refresh": self.refresh,
+            "apply": self.apply,
+        }
+
+
+def rank_of(model: str, repetitions: int) -> dict[str, Any]:
+    """On ranks: what each phase exchanged on this rank, and how long it took."""
+    begin = time.perf_counter()
+    control = Control.of_all_ranks()
+    found: dict[str, Any] = {"group": {"seconds": time.perf_counter() - begin}}
+    job = Job(MODELS[model], control)
+    control.any(False)  # the ranks are connected, and have begun
+    for name, run in job.phases.items():
+        before = replace(control.traffic)
+        wall: list[float] = []
+        cpu: list[float] = []
+        for _ in range(repetitions):
+            begin, begin_cpu = time.perf_counter(), time.process_time()
+            run()
+            wall.append(time.perf_counter() - begin)
+            cpu.append(time.process_time() - begin_cpu)
+        now = control.traffic
+        found[name] = {
+            "exchanges": (now.exchanges - before.exchanges) / repetitions,
+            "messages": (now.messages - before.messages) / repetitions,
+            "bytes": (now.num_bytes - before.num_bytes) / repetitions,
+            "seconds": min(wall),
+            "cpu_s": min(cpu),
+        }
+    return found
+
+
+def hop_and_bandwidth() -> tuple[float, float]:
+    """On two ranks: seconds of a small message between them, and bytes a second of a large one."""
+    control = Control.of_all_ranks()
+
+    def fastest(tensor: torch.Tensor, repetitions: int) -> float:
+        times = []
+        for _ in range(repetitions):
+            begin = time.perf_counter()
+            control.sum_(tensor)
+            times.append((time.perf_counter() - begin) / 2)  # there and back
+        return min(times)
+
+    hop_s = fastest(torch.zeros(1), 300)
+    large = torch.zeros(1_000_000, dtype=torch.float64)
+    return hop_s, large.nbytes / (fastest(large, 5) - hop_s)
+
+
+def computed(
+    phase: Mapping[str, float], ranks: int, size: int, hop_s: float, bandwidth: float
+) -> float:
+    """Return a phase's seconds at `size` ranks, from what `ranks` ranks measured."""
+    growth = math.ceil(math.log2(size)) / math.ceil(math.log2(ranks))
+    hops = phase["exchanges"] * 2 * math.ceil(math.log2(size))
+    return hops * hop_s + growth * (phase["bytes"] / bandwidth + phase["cpu_s"])
+
+
+def run(models: Sequence[str], sizes: Sequence[int]) -> dict[str, Any]:
+    """Return what was measured and computed, by model."""
+    server = Server(preload=["benchmarks.scale"])
+    try:
+        pair = server.run(2, "benchmarks.scale:hop_and_bandwidth", {}, join=True).finished()
+        hop_s, bandwidth = pair[0]
+        result: dict[str, Any] = {"hop_us": 1e6 * hop_s, "mb_per_s": bandwidth / 1e6, "models": {}}
+        for model in models:
+            measured = {}
+            for size in sizes:
+                arguments = {"model": model, "repetitions": REPETITIONS}
+                ranks = server.run(size, "benchmarks.scale:rank_of", arguments, join=True)
+                measured[size] = most_of(ranks.finished())
+            largest = measured[max(sizes)]
+            result["models"][model] = {
+                "measured": measured,
+                "computed_s": {
+                    size: {
+                        name: computed(phase, max(sizes), size, hop_s, bandwidth)
+                        for name, phase in largest.items()
+                        if name != "group"
+                    }
+                    for size in COMPUTED_AT
+                },
+            }
+        return result
+    finally:
+        server.close()
+
+
+def most_of(ranks: Sequence[Mapping[str, Mapping[str, float]]]) -> dict[str, dict[str, float]]:
+    """Return each phase's numbers of the rank that has the most."""
+    return {
+        phase: {name: max(rank[phase][name] for rank in ranks) for name in ranks[0][phase]}
+        for phase in ranks[0]
+    }
+
+
+def tables(result: Mapping[str, Any]) -> Iterator[Table]:
+    """Yield what is printed."""
+    for model, found in result["models"].items():
+        table = Table(title=f"{model}, measured: the rank with the most")
+        for column in ("ranks", "phase", "exchanges", "messages", "bytes", "ms"):
+            table.add_column(column, justify="right")
+        for size, phases in found["measured"].items():
+            for name, phase in phases.items():
+                counts = [f"{phase.get(key, 0):,.0f}" for key in ("exchanges", "messages", "bytes")]
+                table.add_row(str(size), name, *counts, f"{1e3 * phase['seconds']:.3g}")
+        yield table
+        table = Table(title=f"{model}, computed seconds")
+        names = list(next(iter(found["computed_s"].values())))
+        for column in ("ranks", *names):
+            table.add_column(column, justify="right")
+        for size, seconds in found["computed_s"].items():
+            table.add_row(f"{size:,}", *(f"{seconds[name]:.3g}" for name in names))
+        yield table
+
+
+def main() -> None:
+    """Run the benchmark."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--ranks", default="8,16,32,64", help="numbers of ranks to fork")
+    parser.add_argument("--models", default=",".join(MODELS), help=f"of {', '.join(MODELS)}")
+    parser.add_argument("--json", type=Path, default=RESULTS / "scale.jsonl")
+    arguments = parser.parse_args()
+    sizes = [int(size) for size in arguments.ranks.split(",")]
+    result = run(arguments.models.split(","), sizes)
+    console = Console()
+    console.print(
+        f"a hop takes {result['hop_us']:.0f} us, and {result['mb_per_s']:.0f} MB a second pass "
+        "between two ranks of this machine"
+    )
+    for table in tables(result):
+        console.print(table)
+    append_row(arguments.json, json.loads(json.dumps(result)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,142 @@
+"""Ranks agree on their settings before anything else, or every rank ends with one line.
+
+A stale file or another command line on one node would otherwise end in a hang, or in plans that the
+ranks do not share.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from typing import TYPE_CHECKING
+
+from megatron_snip.config import SnipConfig
+from megatron_snip.errors import UsageError, shortened
+from megatron_snip.version import __version__
+
+if TYPE_CHECKING:  # without --snip a run imports no torch of ours
+    from megatron_snip.collectives import Gathered
+
+MOST_SHOWN = 3
+"""Of settings that differ."""
+
+OF_ONE_RANK = frozenset({"output_dir"})
+"""SNIP's settings that rank 0 alone uses; nodes may name other paths."""
+
+OF_MEGATRON = (
+    # what each rank does, and when
+    "seed",
+    "train_iters",
+    "iteration",
+    "micro_batch_size",
+    "global_batch_size",
+    "eval_micro_batch_size",
+    "eval_global_batch_size",
+    "seq_length",
+    "decoder_seq_length",
+    "variable_seq_lengths",
+    "calculate_per_token_loss",
+    "eval_interval",
+    "eval_iters",
+    "log_interval",
+    "tensorboard_log_interval",
+    "save_interval",
+    "distributed_timeout_minutes",
+    # the layout
+    "tensor_model_parallel_size",
+    "pipeline_model_parallel_size",
+    "virtual_pipeline_model_parallel_size",
+    "context_parallel_size",
+    "expert_model_parallel_size",
+    "expert_tensor_parallel_size",
+    "sequence_parallel",
+    "use_distributed_optimizer",
+    # what the linears run
+    "bf16",
+    "fp16",
+    "fp8",
+    "fp8_recipe",
+    "fp8_param_gather",
+    "fp4",
+    "fp4_recipe",
+    "fp4_param_gather",
+    "first_last_layers_bf16",
+    "num_layers_at_start_in_bf16",
+    "num_layers_at_end_in_bf16",
+    "te_precision_config_file",
+    "reuse_grad_buf_for_mxfp8_param_ag",
+    "transformer_impl",
+    "cuda_graph_impl",
+    # the model and its optimizer
+    "num_layers",
+    "hidden_size",
+    "num_experts",
+    "moe_router_topk",
+    "optimizer",
+    "adam_beta1",
+    "adam_beta2",
+    "adam_eps",
+)
+"""Megatron's settings by which SNIP's decisions, or the order of its exchanges, differ."""
+
+OF_ENVIRONMENT = ("NVTE_BACKWARD_OVERRIDE",)
+
+
+def settings_of_rank(config: SnipConfig, args: argparse.Namespace) -> dict[str, str]:
+    """Return what must be the same on all ranks, as texts by the flag that a user would give.
+
+    Args:
+        config: SNIP's settings.
+        args: Megatron's, by the names that Megatron-LM's parser gives them.
+    """
+    own = {
+        f"--snip-{name.replace('_', '-')}": value
+        for name, value in config.model_dump(mode="json").items()
+        if name not in OF_ONE_RANK
+    }
+    megatron = {
+        f"--{name.replace('_', '-')}": getattr(args, name)
+        for name in OF_MEGATRON
+        if hasattr(args, name)
+    }
+    environment = {name: os.environ.get(name) for name in OF_ENVIRONMENT}
+    found = {"megatron-snip": __version__, **own, **megatron, **environment}
+    return {name: _text(value) for name, value in found.items()}
+
+
+def refuse_differences(settings: Gathered) -> None:
+    """All ranks: refuse settings that differ.
+
+    Args:
+        settings: `settings_of_rank` of every rank.
+
+    Raises:
+        UsageError: one line with each setting that differs, its values and their ranks.
+    """
+    from megatron_snip.collectives import ranks_text
+
+    if len(settings.values) == 1:
+        return
+    differing = []
+    for name in dict.fromkeys(name for each in settings.values for name in each):
+        ranks_of: dict[str, list[range]] = {}
+        for each, ranks in zip(settings.values, settings.ranks, strict=True):
+            ranks_of.setdefault(each.get(name, "not there"), []).extend(ranks)
+        if len(ranks_of) > 1:
+            values = [
+                f"{shortened(value, 80)} on {ranks_text(sorted(ranks, key=lambda run: run.start))}"
+                for value, ranks in ranks_of.items()
+            ]
+            more = f", and {len(values) - MOST_SHOWN} more" if len(values) > MOST_SHOWN else ""
+            differing.append(f"{name} is {', '.join(values[:MOST_SHOWN])}{more}")
+    more = f"; {len(differing) - MOST_SHOWN} more" if len(differing) > MOST_SHOWN else ""
+    raise UsageError(
+        f"the ranks have other settings: {'; '.join(differing[:MOST_SHOWN])}{more}; start all "
+        "ranks with the same flags and files"
+    )
+
+
+def _text(value: object) -> str:
+    if isinstance(value, list | tuple):
+        return ",".join(map(str, value)) or "empty"
+    return str(value)

@@ -1,0 +1,50 @@
+"""Settings that differ between ranks: which one, its values, whose."""
+
+from argparse import Namespace
+from typing import Any
+
+import pytest
+
+from megatron_snip.collectives import Gathered
+from megatron_snip.config import SnipConfig
+from megatron_snip.errors import UsageError
+from megatron_snip.patches.agreement import refuse_differences, settings_of_rank
+
+SAME = settings_of_rank(SnipConfig(), Namespace(seed=1, fp8=None))
+
+
+def gathered(*others: tuple[dict[str, Any], range]) -> Gathered:
+    """Ranks 0 to 7 have `SAME`, and others what is given."""
+    values = [SAME, *({**SAME, **changes} for changes, _ in others)]
+    return Gathered(tuple(values), ((range(8),), *((ranks,) for _, ranks in others)))
+
+
+def test_equal_settings_are_accepted() -> None:
+    refuse_differences(gathered())
+
+
+def test_every_setting_of_ours_and_what_matters_of_megatrons_is_compared() -> None:
+    names = {f"--snip-{name.replace('_', '-')}" for name in SnipConfig.model_fields}
+    assert names - set(SAME) == {"--snip-output-dir"}
+    assert SAME["--seed"] == "1" and SAME["--fp8"] == "None"
+    assert settings_of_rank(SnipConfig(pins=("*=bf16",)), Namespace())["--snip-pins"] == "*=bf16"
+
+
+@pytest.mark.parametrize(
+    ("others", "text"),
+    [
+        ([({"--snip-interval": "50"}, range(8, 9))], "--snip-interval is 200 on ranks 0-7, 50 on "),
+        ([({"--seed": "2"}, range(8, 16))], "--seed is 1 on ranks 0-7, 2 on ranks 8-15;"),
+        ([({"--seed": "2", "--fp8": "e4m3"}, range(8, 9))], "2 on rank 8; --fp8 is None on ranks"),
+        ([({f"--x{i}": "1"}, range(8 + i, 9 + i)) for i in range(9)], "on rank 8; --x1 is not "),
+        ([({f"--x{i}": "1"}, range(8 + i, 9 + i)) for i in range(9)], "; 6 more; start all ranks"),
+    ],
+)
+def test_a_difference_is_one_line_with_the_setting_its_values_and_their_ranks(
+    others: list[tuple[dict[str, Any], range]], text: str
+) -> None:
+    with pytest.raises(UsageError) as refused:
+        refuse_differences(gathered(*others))
+    message = str(refused.value)
+    assert text in message and message.startswith("the ranks have other settings: --")
+    assert "\n" not in message and len(message) < 800
