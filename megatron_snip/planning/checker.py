@@ -2,7 +2,9 @@
 
 Everything is recomputed from the problem file's numbers: each linear's option, the objective, the
 efficiency of the model and of every stage, the digest, and every constraint in the settings. This
-is the executable specification of a correct plan. It shares only the tolerance with the planner.
+is the executable specification of a correct plan. With the planner it shares only the tolerance and
+what tied linears amount to. `make_plan` checks its own plan by it, and a run every answer of its
+solver.
 """
 
 import itertools
@@ -11,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from megatron_snip.config import EfficiencyMeasure
+from megatron_snip.errors import UsageError
 from megatron_snip.options import BF16
 from megatron_snip.planning.option_table import TOLERANCE
 from megatron_snip.planning.plan import PrecisionPlan, assignment_digest
@@ -21,6 +24,7 @@ from megatron_snip.planning.problem import (
     parse_option,
 )
 from megatron_snip.planning.settings import PlanSettings
+from megatron_snip.planning.ties import merged
 from megatron_snip.types import glob_matches
 
 _RELATIVE = 1e-9
@@ -59,9 +63,18 @@ def find_violations(
         settings: The rules under which it was made.
         heeds_target: Whether its policy reaches the target; another one may use an unlisted bf16.
     """
-    if set(plan.linears) != set(problem.names):
-        return ["the plan's linears are not the problem's"]
+    try:
+        plan.check_against(problem.names)
+    except UsageError as error:
+        return [f"the plan's linears are not the problem's: {error}"]
     faults: list[str] = []
+    if plan.digest != assignment_digest(plan.linears):
+        faults.append("the digest does not match the assignment")
+    for names in problem.ties:
+        if len({plan.linears[name] for name in names}) > 1:
+            faults.append(f"{', '.join(names)} are tied and have different options")
+    # From here on a group of tied linears counts as one, as the target counts it.
+    problem, settings = merged(problem, settings)
     stages: list[list[_Numbers]] = [[] for _ in range(problem.num_stages)]
     for linear in problem.linears:
         name = linear.name
@@ -85,11 +98,6 @@ def find_violations(
             usable = [own]
         stages[linear.stage].append(_numbers(linear, own, usable, settings.cost))
 
-    for names in problem.ties:
-        if len({plan.linears[name] for name in names}) > 1:
-            faults.append(f"{', '.join(names)} are tied and have different options")
-    if plan.digest != assignment_digest(plan.linears):
-        faults.append("the digest does not match the assignment")
     target = problem.target if settings.target is None else settings.target
     balance = settings.pipeline_balance
     if not heeds_target:
