@@ -37,14 +37,21 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import IO, Any, Literal
 
 from pydantic_core import to_json
 
-from megatron_snip.directory import check_new_run, clear_run, mark, mark_new_run, own_files
+from megatron_snip.directory import (
+    check_new_run,
+    clear_run,
+    mark,
+    mark_new_run,
+    own_files,
+    run_id,
+)
 from megatron_snip.directory_lock import lock_directory
 from megatron_snip.divergence.quality_loss import divergences_dict
 from megatron_snip.errors import UsageError
@@ -213,7 +220,7 @@ class RunDirectory:
         if applied.resolved is not None:
             resolved = {**applied.resolved, "plan_iteration": number}
             self._write_json("precision", iteration, resolved)
-        if applied.resumed and path.is_file() and self._named_plan(iteration) == number:
+        if applied.resumed and path.is_file() and self._plan_at(iteration) == number:
             return
         # First the file: `read_run` refuses a row that names a plan without a file.
         write_plan(plan, path)
@@ -225,21 +232,9 @@ class RunDirectory:
         if applied.saving_s is not None:
             self._row["predicted_saving_s"] = applied.saving_s
 
-    def _named_plan(self, iteration: int) -> int | None:
-        """Return the plan that metrics.jsonl names last up to an iteration.
-
-        A crash of the machine can lose the row that named the plan of a checkpoint.
-        """
-        path = self.path / "metrics.jsonl"
-        if not path.is_file():
-            return None
-        named: list[tuple[int, int | None]] = []  # (iteration of the row, its plan), ascending
-        for line in path.read_text(encoding="utf-8", errors="replace").split("\n")[:-1]:
-            at = _iteration_of(line)
-            while named and named[-1][0] >= at > 0:
-                named.pop()  # the run went back to a checkpoint
-            if 0 < at <= iteration and '"plan_iteration"' in line:
-                named.append((at, parse_json(line, "metrics.jsonl").get("plan_iteration")))
+    def _plan_at(self, iteration: int) -> int | None:
+        """Return the plan that metrics.jsonl names last up to an iteration."""
+        named = _named_plans(self.path, iteration)
         return named[-1][1] if named else None
 
     def _sync(self) -> None:
@@ -298,6 +293,8 @@ def open_run(
         mark(path)
         if old_run == "continue":
             drop_later_iterations(path, done)
+            if not run_id(path):  # an early release marked it without an identity
+                mark_new_run(path)
         else:
             archive = clear_run(path, old_files, archive=old_run != "delete")
             if archive is not None:
@@ -307,6 +304,32 @@ def open_run(
 
     directory = RunDirectory(path, release, take_over)
     return directory
+
+
+def holds_run(path: Path, identity: str, history: Sequence[tuple[int, str]]) -> bool:
+    """Return whether a directory is that of the run of a checkpoint.
+
+    Args:
+        path: the directory; need not exist.
+        identity: what identifies the run in the checkpoint. Checkpoints of megatron-snip 0.2.0 have
+            "". Then the directory is the run's if it records each plan of the history.
+        history: (iteration, digest) of each plan after the run's first one.
+
+    Raises:
+        UsageError: if the directory's marker cannot be read.
+    """
+    if identity:
+        return identity == run_id(path)
+    # A plan and its revert can have the same iteration, whose row names the last plan.
+    plans = dict(history)
+    numbers = dict(_named_plans(path, max(plans, default=0)))
+    try:
+        recorded = {
+            at: read_plan(path / "plans" / f"{numbers.get(at)}.json").digest for at in plans
+        }
+    except UsageError:  # a row or a file that is not there
+        return False
+    return recorded == plans != {}
 
 
 def _check_inputs(snip: Mapping[str, Any], old_files: Iterable[Path]) -> None:
@@ -334,6 +357,25 @@ def drop_later_iterations(path: Path, done: int) -> None:
         lines = metrics.read_text(encoding="utf-8", errors="replace").split("\n")
         rows = [line for line in lines if 1 <= _iteration_of(line) <= done]
         write_atomic(metrics, "".join(f"{line}\n" for line in rows))
+
+
+def _named_plans(path: Path, iteration: int) -> list[tuple[int, int | None]]:
+    """Return (iteration of the row, its plan) of the rows up to an iteration, ascending.
+
+    A crash of the machine can lose the row that named the plan of a checkpoint.
+    """
+    metrics = path / "metrics.jsonl"
+    if not metrics.is_file():
+        return []
+    named: list[tuple[int, int | None]] = []
+    for line in metrics.read_text(encoding="utf-8", errors="replace").split("\n")[:-1]:
+        at = _iteration_of(line)
+        while named and named[-1][0] >= at > 0:
+            named.pop()  # the run went back to a checkpoint
+        if 0 < at <= iteration and '"plan_iteration"' in line:
+            number = parse_json(line, "metrics.jsonl").get("plan_iteration")
+            named.append((at, number if isinstance(number, int) else None))
+    return named
 
 
 def _later_files(path: Path, done: int) -> list[Path]:

@@ -96,6 +96,7 @@ class SnipController:
         calibration_cache: Path | None = None,
         train_iters: int | None = None,
         num_done: int = 0,
+        run_id: str = "",
     ) -> None:
         """All ranks: attach to a built model, once its checkpoint is loaded.
 
@@ -114,6 +115,7 @@ class SnipController:
             train_iters: the last iteration of the run; healing needs it.
             num_done: iterations that the weights were trained for; with a state, its iteration
                 counts instead.
+            run_id: what identifies the run, for its checkpoints; the same on all ranks.
 
         Raises:
             UsageError: on every rank, if the policy is unknown, a pin or the plan file does not
@@ -132,6 +134,7 @@ class SnipController:
         )
         self._plans = RunPlans(config, self.model, train_iters, calibration_cache)
         self.config = self._plans.config
+        self._run_id = run_id
 
         # What follows may warn through the reporter. What was found above is reported here.
         self.metrics = StepMetrics(topology)
@@ -334,6 +337,7 @@ class SnipController:
         return ControllerState(
             iteration=iteration,
             plan=self.plan,
+            run_id=self._run_id,
             history=tuple(self.history),
             target=self._replanner.target,
             schedule=self._schedule.state_dict(iteration),
