@@ -186,7 +186,8 @@ def divergence_table(
     unknown: dict[str, Option] = {}
     forbidden: list[str] = []
     for linear in table.linears:
-        kept = config.pin_of(linear.name) or _highest(linear.name, options, refusals or {})
+        pin = config.pin_of(linear.name)
+        kept = pin or _highest(linear.name, options, refusals or {})
         if not _was_measured(linear):
             unreached[linear.name] = kept
             by_option = {option: _unmeasured_divergence(option == kept) for option in options}
@@ -198,7 +199,7 @@ def divergence_table(
                 for option, row in by_option.items():
                     known = 0.0 if option == kept else None
                     by_option[option] = replace(row, quality_loss=known)
-            else:
+            elif pin is None:
                 forbidden += [
                     f"option {option} is forbidden for {linear.name}" for option in without
                 ]

@@ -52,9 +52,9 @@ from megatron_snip.directory import (
     own_files,
     run_id,
 )
-from megatron_snip.directory_lock import lock_directory
+from megatron_snip.directory_lease import Lease, take_lease
 from megatron_snip.divergence.quality_loss import divergences_dict
-from megatron_snip.errors import UsageError
+from megatron_snip.errors import SnipError, UsageError
 from megatron_snip.files import parse_json, without_nan, write_atomic
 from megatron_snip.output import in_utf8, yaml_text
 from megatron_snip.planning.plan import PrecisionPlan, read_plan, write_plan
@@ -87,18 +87,20 @@ class RunDirectory:
     def __init__(
         self,
         path: Path,
-        release: Callable[[], None] = lambda: None,
+        lease: Lease | None = None,
         take_over: Callable[[], None] = lambda: None,
     ) -> None:
         """Open a directory.
 
         Args:
             path: need not exist.
-            release: releases the directory's lock; `close` calls it.
+            lease: the directory's, which `close` gives back. Once another job has taken it, nothing
+                more is written.
             take_over: makes the directory this run's; `begin` calls it.
         """
         self.path = path
-        self._release = release
+        self._lease = lease
+        self._is_lost = False
         self._take_over: Callable[[], None] | None = take_over
         path.mkdir(parents=True, exist_ok=True)
         self._settings: dict[str, Any] = {}
@@ -129,7 +131,19 @@ class RunDirectory:
         write_atomic(self.path / "versions.json", json.dumps(versions(), indent=1) + "\n")
 
     def write(self, event: Event) -> None:
-        """Write an event's files; keep what belongs to the iteration's line until it ends."""
+        """Write an event's files; keep what belongs to the iteration's line until it ends.
+
+        Raises:
+            SnipError: once, if another job has taken the directory.
+        """
+        if self._is_lost:
+            return
+        lost_to = None if self._lease is None else self._lease.lost_to()
+        if lost_to is not None:
+            self._is_lost = True
+            raise SnipError(
+                f"'{self.path}' was taken by {lost_to}; this job writes nothing there any more"
+            )
         self.begin()
         self._row_at = event.iteration
         match event.payload:
@@ -182,14 +196,22 @@ class RunDirectory:
             stream.truncate()
 
     def close(self) -> None:
-        """Sync, close and release the lock; a second call does nothing.
+        """Sync, close and give the lease back; a second call does nothing.
 
         A job that ends within an iteration leaves its notices, which may say why, in a row.
         """
         with ExitStack() as stack:
-            stack.callback(self._release)
+            if self._lease is not None:
+                stack.callback(self._lease.release)
             stack.callback(self._close_metrics)
-            if "notices" in self._row and self._row_at > self._last_iteration():
+            self._is_lost = self._is_lost or (
+                self._lease is not None and self._lease.lost_to() is not None
+            )
+            if (
+                not self._is_lost
+                and "notices" in self._row
+                and self._row_at > self._last_iteration()
+            ):
                 self.append_metrics({"iteration": self._row_at, **self._row})
             self._row = {}
 
@@ -264,7 +286,7 @@ def _holds_another(path: Path, plan: PrecisionPlan) -> bool:
 def open_run(
     path: Path, settings: dict[str, Any], old_run: OldRun, done: int | None = None
 ) -> RunDirectory:
-    """Rank 0: lock a run's directory until it is closed. Its files change when the run begins.
+    """Rank 0: take a run's directory until it is closed. Its files change when the run begins.
 
     Args:
         path: need not exist.
@@ -278,7 +300,7 @@ def open_run(
             itself reads a file that it would delete or move.
         OSError: if the directory cannot be written.
     """
-    release = lock_directory(path)
+    lease = take_lease(path, continues=old_run == "continue")
     try:
         check_new_run(path, overwrite=old_run != "refuse")
         done = sys.maxsize if done is None else done
@@ -286,7 +308,7 @@ def open_run(
         old_files = list(own_files(path) if old_run != "continue" else _later_files(path, done))
         _check_inputs(settings.get("snip", {}), old_files)
     except BaseException:
-        release()
+        lease.release()
         raise
 
     def take_over() -> None:
@@ -302,7 +324,7 @@ def open_run(
             mark_new_run(path)
         directory.start(settings)
 
-    directory = RunDirectory(path, release, take_over)
+    directory = RunDirectory(path, lease, take_over)
     return directory
 
 

@@ -321,7 +321,7 @@ def test_the_record_holds_divergences_and_statistics_without_nan() -> None:
     )
     assert row["options"]["fp4"]["quality_loss"] is None
     assert row["statistics"]["formats"]["fp4"]["fisher"] is None
-    assert row["statistics"]["formats"]["fp4"]["fisher"] == 7 * 16
+    assert row["statistics"]["formats"]["fp8"]["fisher"] == 7
 
 
 def test_of_formats_with_as_few_bits_the_first_is_the_lowest() -> None:

@@ -342,6 +342,7 @@ def test_a_dashboard_that_fails_at_the_start_is_left_out(
     wandb.config.update.side_effect = ConnectionError("the service is gone")
     config = SnipConfig(output_dir=tmp_path / "snip")
     writers, _ = make_writers(config, Namespace(), Topology(), lambda: (board, wandb))
+    assert not wandb.init.called  # the run is Megatron's, also after a resume
     assert [type(writer).__name__ for writer in writers] == ["RunDirectory", "TensorBoardWriter"]
     assert "without the writer 'W&B': ConnectionError: the service is gone" in caplog.text
     for writer in writers:
