@@ -78,13 +78,15 @@ def attach(
     if warning is not None and topology.rank == 0:
         logger.warning("snip: %s", warning)
     microbatch_tokens, encoder_tokens = microbatch_tokens_of(args, int(args.micro_batch_size))
+    writers, run_id = make_writers(config, args, topology, loggers, state)
     session.controller = SnipController(
         config,
         model,
         optimizer,
         seed=int(args.seed),
-        writers=in_background(make_writers(config, args, topology, loggers)),
+        writers=in_background(writers),
         state=state,
+        run_id=run_id,
         topology=topology,
         microbatch_tokens=microbatch_tokens,
         encoder_tokens=encoder_tokens,
@@ -159,18 +161,32 @@ def _resumed_state(
 
 
 def make_writers(
-    config: SnipConfig, args: argparse.Namespace, topology: Topology, loggers: Loggers
-) -> list[Writer]:
-    """All ranks: return this rank's writers: files on rank 0, TensorBoard and W&B on the last rank.
+    config: SnipConfig,
+    args: argparse.Namespace,
+    topology: Topology,
+    loggers: Loggers,
+    state: ControllerState | None = None,
+) -> tuple[list[Writer], str]:
+    """All ranks: return this rank's writers, and what identifies the run.
 
-    TensorBoard and W&B are Megatron's own, which log at Megatron's interval.
+    Rank 0 writes files, the last rank to TensorBoard and W&B. Those are Megatron's own, which log
+    at Megatron's interval.
+
+    Args:
+        config: the settings.
+        args: Megatron's settings.
+        topology: this rank's place.
+        loggers: returns the loggers of the training loop; called on the last rank.
+        state: of the stopped run. Files of that run continue; those of another one are moved to a
+            folder `previous-N`.
 
     Raises:
         UsageError: on every rank, if another job writes to the directory, or it holds files of
             others with SNIP's names.
         RemoteFailure: on every rank, if the directory cannot be written.
     """
-    from megatron_snip.reporting.run_directory import open_run
+    from megatron_snip.directory import run_id
+    from megatron_snip.reporting.run_directory import holds_run, open_run
     from megatron_snip.reporting.scalars import MEGATRON_LOGS
     from megatron_snip.reporting.writers import (
         TensorBoardWriter,
@@ -182,23 +198,24 @@ def make_writers(
     writers: list[Writer] = []
     dump = config.model_dump(mode="json")
 
-    def open_files() -> None:
+    def open_files() -> str:
         megatron = {k: v for k, v in sorted(vars(args).items()) if type(v) in _YAML_TYPES}
         settings = {"snip": dump, "megatron": megatron}
         path = run_directory_of(config, args)
-        resumes = bool(getattr(args, "iteration", 0))
-        files = open_run(path, settings, "continue" if resumes else "archive")
+        continues = state is not None and holds_run(path, state.run_id, state.history)
+        files = open_run(path, settings, "continue" if continues else "archive")
         writers.append(files)
         # Not later: measured times (`calibration.json`) of an earlier run would be read.
         files.begin()
         logger.info("snip: plans, problems and metrics go to %s", path)
+        return run_id(path)
 
     with naming_field("output_dir"):
-        topology.control.on_rank_0("opening --snip-output-dir", open_files)
+        identity: str = topology.control.on_rank_0("opening --snip-output-dir", open_files)
     if topology.rank == 0:
         writers += added_writers(dump)
     if topology.rank != topology.world_size - 1:
-        return writers
+        return writers, identity
     interval = int(getattr(args, "tensorboard_log_interval", 1) or 1)
     board, wandb = loggers()
     makers: dict[str, Callable[[], Writer]] = {}
@@ -206,7 +223,7 @@ def make_writers(
         makers["TensorBoard"] = lambda: TensorBoardWriter(board, dump, interval, MEGATRON_LOGS)
     if wandb is not None:
         makers["W&B"] = lambda: WandbWriter(wandb, dump, interval, MEGATRON_LOGS)
-    return [*writers, *made_writers(makers)]
+    return [*writers, *made_writers(makers)], identity
 
 
 def run_directory_of(config: SnipConfig, args: argparse.Namespace) -> Path:

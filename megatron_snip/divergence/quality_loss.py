@@ -47,13 +47,15 @@ Quality loss is both divergences in one number:
 
 `lowest` is the uniform option of the lowest precision among the formats. If all entries are finite
 and both sums positive, a plan with `lowest` in every linear has Q = 1 + lambda. An option whose Q
-is not finite is forbidden for that linear, with a warning that names it.
+is not finite is forbidden for that linear, with a warning. Where this would forbid a linear's pin,
+or without a pin the option of the most bits that it can run, the linear keeps that option: an
+unknown number must not leave it in a lower precision. A sum of 0 makes all its shares 0.
 """
 
 import logging
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from types import MappingProxyType
 from typing import Any
@@ -63,6 +65,7 @@ from megatron_snip.files import without_nan
 from megatron_snip.log import warn_once
 from megatron_snip.options import BF16, Option
 from megatron_snip.planning.problem import (
+    MAX_MAGNITUDE,
     LinearChoices,
     OptionCost,
     PlanningProblem,
@@ -152,8 +155,9 @@ def divergence_table(
     Args:
         table: The statistics.
         options: The options that a linear may choose, in the order of `enumerate_options`. A linear
-            that no backward reached keeps one option: that of its pin, else what the job itself
-            runs, or if that is not among the options the one of the most bits that it can run.
+            keeps one option, if no backward reached it or that option's quality loss is not finite:
+            that of its pin; without a pin the one of the most bits that it can run, and before that
+            what the job itself runs if no backward reached it.
         lowest_format: The lowest precision among the formats.
         config: SNIP's settings, of which `loss_divergence`, `weight_lambda` and `pins` are used.
         refusals: The options that linears cannot run.
@@ -166,46 +170,63 @@ def divergence_table(
     weight_of = partial(weight_divergence, kappa=kappa)
     loss_sum = finite_sum(_or_nan(loss_of, linear, lowest) for linear in table.linears)
     weight_sum = finite_sum(_or_nan(weight_of, linear, lowest) for linear in table.linears)
-    linears: dict[str, dict[Option, OptionDivergence]] = {}
-    kept = {
-        linear.name: config.pin_of(linear.name)
-        or _unchanged(job.get(linear.name), options)
-        or _highest(linear.name, options, refusals or {})
-        for linear in table.linears
-        if not _was_measured(linear)
-    }
-    if warn and kept:
-        # Frozen layers, or linears that Megatron never calls: the attention of DSA multiplies the
-        # weight of `linear_kv_up_proj` itself. The same linears at each refresh are said once.
-        first = next(iter(kept))
-        warn_once(
-            logger,
-            f"no backward reached {len(kept)} of {len(table.linears)} linears, such as {first} "
-            f"(frozen, or never called?): they are not planned, and get {kept[first]}",
+
+    def divergences_of(linear: LinearStatistics, option: Option) -> OptionDivergence:
+        loss = _or_nan(loss_of, linear, option)
+        weight = _or_nan(weight_of, linear, option)
+        quality = _share(loss, loss_sum)
+        # With lambda 0 a weight divergence that is not finite forbids nothing.
+        if config.weight_lambda > 0:
+            quality += config.weight_lambda * _share(weight, weight_sum)
+        return OptionDivergence(
+            loss_divergence=loss,
+            weight_divergence=weight,
+            quality_loss=quality if abs(quality) <= MAX_MAGNITUDE else None,  # NaN is not
+            abs_error=_or_nan(absolute_error, linear, option),
+            rel_error=_or_nan(relative_error, linear, option),
         )
+
+    linears: dict[str, dict[Option, OptionDivergence]] = {}
+    unreached: dict[str, Option] = {}
+    unknown: dict[str, Option] = {}
+    forbidden: list[str] = []
     for linear in table.linears:
-        by_option = {}
-        for option in options:
-            if not _was_measured(linear):
-                by_option[option] = _unmeasured_divergence(option == kept[linear.name])
-                continue
-            loss = _or_nan(loss_of, linear, option)
-            weight = _or_nan(weight_of, linear, option)
-            quality = _share(loss, loss_sum)
-            # With lambda 0 a weight divergence that is not finite forbids nothing.
-            if config.weight_lambda > 0:
-                quality += config.weight_lambda * _share(weight, weight_sum)
-            if warn and not math.isfinite(quality):
-                text = "option %s is forbidden for %s at this refresh: its quality loss is %s"
-                logger.warning(text, option, linear.name, quality)
-            by_option[option] = OptionDivergence(
-                loss_divergence=loss,
-                weight_divergence=weight,
-                quality_loss=quality if math.isfinite(quality) else None,
-                abs_error=_or_nan(absolute_error, linear, option),
-                rel_error=_or_nan(relative_error, linear, option),
-            )
+        pin = config.pin_of(linear.name)
+        kept = pin or _highest(linear.name, options, refusals or {})
+        if not _was_measured(linear):
+            kept = pin or _unchanged(job.get(linear.name), options) or kept
+            unreached[linear.name] = kept
+            by_option = {option: _unmeasured_divergence(option == kept) for option in options}
+        else:
+            by_option = {option: divergences_of(linear, option) for option in options}
+            without = [option for option, row in by_option.items() if row.quality_loss is None]
+            if kept in without:
+                unknown[linear.name] = kept
+                for option, row in by_option.items():
+                    known = 0.0 if option == kept else None
+                    by_option[option] = replace(row, quality_loss=known)
+            elif pin is None:
+                forbidden += [
+                    f"option {option} is forbidden for {linear.name}" for option in without
+                ]
         linears[linear.name] = by_option
+    if warn:
+        if unreached:
+            # Frozen layers, or linears that Megatron never calls: the attention of DSA multiplies
+            # the weight of `linear_kv_up_proj` itself. The same linears at each refresh are
+            # reported once.
+            first = next(iter(unreached))
+            warn_once(
+                logger,
+                f"no backward reached {len(unreached)} of {len(table.linears)} linears, such as "
+                f"{first} (frozen, or never called?): they are not planned, and get "
+                f"{unreached[first]}",
+            )
+        _warn_about(unknown, len(table.linears), "no finite quality loss for", "a statistic is NaN")
+        if forbidden:
+            text = "%s at this refresh, because its quality loss is not finite%s"
+            more = f" ({len(forbidden) - 1} more like it)" if len(forbidden) > 1 else ""
+            logger.warning(text, forbidden[0], more)
     return DivergenceTable(table, lowest_format, linears)
 
 
@@ -284,11 +305,11 @@ def loss_divergence(linear: LinearStatistics, option: Option, estimator: LossDiv
 
 
 def fprop_scale(linears: Sequence[LinearStatistics], lowest_format: str) -> float:
-    """Return kappa; 0 where `aligned_fisher` is 0 everywhere."""
+    """Return kappa; 0 where one of its two sums is not positive."""
     rows = [linear.formats[lowest_format] for linear in linears if lowest_format in linear.formats]
     aligned = finite_sum(row.aligned_fisher for row in rows)
     local = finite_sum(row.local_square for row in rows)
-    if not aligned > 0:
+    if aligned <= 0 or local <= 0:
         return 0.0
     # The linears of experts count each microbatch once for each expert, other linears once.
     counts = (linear.microbatches for linear in linears if linear.microbatches)
@@ -390,7 +411,15 @@ def _or_nan(
 
 
 def _share(value: float, total: float) -> float:
-    """Return value / total; 0 of nothing is 0, and any other share of nothing is NaN."""
-    if value == 0.0:
-        return 0.0
-    return value / total if total > 0 else math.nan
+    """Return value / total; where the total is 0, every finite value's share is 0."""
+    if not math.isfinite(value):
+        return math.nan
+    return value / total if total > 0 else 0.0
+
+
+def _warn_about(kept: Mapping[str, Option], num_linears: int, what: str, why: str) -> None:
+    """Warn once about linears that keep an option because they could not be judged."""
+    if kept:
+        text = "%s %d of %d linears, such as %s: they get %s (%s)"
+        first = next(iter(kept))
+        logger.warning(text, what, len(kept), num_linears, first, kept[first], why)

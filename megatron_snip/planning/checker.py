@@ -2,7 +2,9 @@
 
 Everything is recomputed from the problem file's numbers: each linear's option, the objective, the
 efficiency of the model and of every stage, the digest, and every constraint in the settings. This
-is the executable specification of a correct plan. It shares only the tolerance with the planner.
+is the executable specification of a correct plan. With the planner it shares only the tolerance and
+what tied linears amount to. `make_plan` checks its own plan by it, and a run every answer of its
+solver.
 """
 
 import itertools
@@ -11,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from megatron_snip.config import EfficiencyMeasure
+from megatron_snip.errors import UsageError
 from megatron_snip.options import BF16
 from megatron_snip.planning.option_table import TOLERANCE
 from megatron_snip.planning.plan import PrecisionPlan, assignment_digest
@@ -21,7 +24,8 @@ from megatron_snip.planning.problem import (
     parse_option,
 )
 from megatron_snip.planning.settings import PlanSettings
-from megatron_snip.types import glob_matches
+from megatron_snip.planning.ties import merged
+from megatron_snip.types import glob_matches, has_wildcards
 
 _RELATIVE = 1e-9
 _UNLISTED_BF16 = OptionCost(quality_loss=0.0, saving=0.0)
@@ -59,15 +63,31 @@ def find_violations(
         settings: The rules under which it was made.
         heeds_target: Whether its policy reaches the target; another one may use an unlisted bf16.
     """
-    if set(plan.linears) != set(problem.names):
-        return ["the plan's linears are not the problem's"]
+    try:
+        plan.check_against(problem.names)
+    except UsageError as error:
+        return [f"the plan's linears are not the problem's: {error}"]
     faults: list[str] = []
+    if plan.digest != assignment_digest(plan.linears):
+        faults.append("the digest does not match the assignment")
+    for tied in problem.ties:
+        if len({plan.linears[name] for name in tied}) > 1:
+            faults.append(f"{', '.join(tied)} are tied and have different options")
+    # From here on a group of tied linears counts as one, as the target counts it.
+    problem, settings = merged(problem, settings)
+    pins_of: dict[str, list[tuple[str, str]]] = {name: [] for name in problem.names}
+    for glob, wanted in settings.pins:
+        # A run can have a pin by name for each linear: these are looked up.
+        names = pins_of if has_wildcards(glob) else pins_of.keys() & {glob}
+        for name in names:
+            if glob_matches(name, glob):
+                pins_of[name].append((glob, wanted))
     stages: list[list[_Numbers]] = [[] for _ in range(problem.num_stages)]
     for linear in problem.linears:
         name = linear.name
         option = plan.linears[name]
         costs = {parse_option(text): cost for text, cost in linear.options.items()}
-        pins = [(glob, wanted) for glob, wanted in settings.pins if glob_matches(name, glob)]
+        pins = pins_of[name]
 
         # bf16 has no quantization error, and so pins and some policies may use it unlisted.
         may_be_unlisted = option == BF16 and (len(pins) > 0 or not heeds_target)
@@ -85,11 +105,6 @@ def find_violations(
             usable = [own]
         stages[linear.stage].append(_numbers(linear, own, usable, settings.cost))
 
-    for names in problem.ties:
-        if len({plan.linears[name] for name in names}) > 1:
-            faults.append(f"{', '.join(names)} are tied and have different options")
-    if plan.digest != assignment_digest(plan.linears):
-        faults.append("the digest does not match the assignment")
     target = problem.target if settings.target is None else settings.target
     balance = settings.pipeline_balance
     if not heeds_target:
@@ -98,12 +113,12 @@ def find_violations(
     if plan.target != target:
         faults.append(f"target {plan.target}, asked for {target}")
     model = list(itertools.chain.from_iterable(stages))
-    faults += _check_objective(plan, [each.loss for each in model])
     faults += _check_efficiency(plan, target, stages)
     if balance == "stage":
         faults += _check_stage_targets(target, stages)
     if balance == "bottleneck":
         faults += _check_slowest_stage(stages)
+    faults += _check_objective(plan, [each.loss for each in model])
     return faults
 
 
@@ -159,10 +174,10 @@ def _check_efficiency(
     if len(stages) != len(plan.stages):
         yield f"{len(plan.stages)} stages, the problem has {len(stages)}"
     found = _efficiency(list(itertools.chain.from_iterable(stages)))
-    if abs(found - plan.efficiency) > _RELATIVE:
-        yield f"efficiency {plan.efficiency} is not that of the assignment"
     if found < target - float(TOLERANCE):
         yield f"efficiency {found} is below the target {target}"
+    if abs(found - plan.efficiency) > _RELATIVE:
+        yield f"efficiency {plan.efficiency} is not that of the assignment"
     for stage, (members, claimed) in enumerate(zip(stages, plan.stages, strict=False)):
         if abs(_efficiency(members) - claimed) > _RELATIVE:
             yield f"efficiency {claimed} of stage {stage} is not that of the assignment"

@@ -67,6 +67,7 @@ def make_plan(
     linears = {}
     for row, column in enumerate(columns.tolist()):
         linears[table.names[row]] = parse_option(table.options(row)[column])
+    linears = spread(linears, problem)
     quality_loss = table.quality_loss(columns)
     # `found.bound` bounds the quality loss plus the price of changes, which the solver minimizes.
     # Minus the price of this plan's n changes, it bounds the quality loss of every plan with n
@@ -87,13 +88,10 @@ def make_plan(
         linears=linears,
         digest=assignment_digest(linears),
     )
-    faults = find_violations(plan, merged_problem, merged_settings, policy.heeds_target)
+    faults = find_violations(plan, problem, settings, policy.heeds_target)
     if faults:
         raise PlanningError(f"policy '{settings.policy}' made an invalid plan: {faults[0]}")
-    if not problem.ties:
-        return plan
-    linears = spread(linears, problem)
-    return plan.model_copy(update={"linears": linears, "digest": assignment_digest(linears)})
+    return plan
 
 
 def frontier(

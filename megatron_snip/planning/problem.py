@@ -33,9 +33,11 @@ from megatron_snip.types import Gemm
 STRICT = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 """How records of files are read."""
 
-# Sums over linears must stay far from a double's overflow.
-_Magnitude = Annotated[float, Field(ge=-1e150, le=1e150)]
-_NonNegative = Annotated[float, Field(ge=0.0, le=1e150)]
+MAX_MAGNITUDE = 1e150
+"""Largest number in a problem: sums over linears must stay far from a double's overflow."""
+
+_Magnitude = Annotated[float, Field(ge=-MAX_MAGNITUDE, le=MAX_MAGNITUDE)]
+_NonNegative = Annotated[float, Field(ge=0.0, le=MAX_MAGNITUDE)]
 _Tie = Annotated[tuple[str, ...], Field(min_length=2, strict=False)]
 _Pin = Annotated[tuple[Label, Label], Field(strict=False)]
 _Share = Annotated[float, Field(ge=0.0, le=1.0)]

@@ -10,7 +10,8 @@ would import the user's training script a second time.
                   the child's error
 
 A failure of the child (crash, hang, invalid reply) is an exception of `result` and ends that child;
-the next `submit` starts a new one. Used on rank 0 only, from one thread.
+the next `submit` starts a new one. The caller checks the plan against the problem, and calls
+`replace` if it is wrong. Used on rank 0 only, from one thread.
 
 The child is `python -m megatron_snip.planning.solver_process PARENT_PID`. It has a low priority,
 ignores SIGINT (the trainer handles Ctrl-C) and exits with its parent, even during a solve. Where
@@ -59,6 +60,9 @@ NICENESS = 10
 OOM_SCORE = 1000
 """The child's `oom_score_adj`: the first process that the kernel ends for its memory."""
 
+MAX_REPLY = 2**28
+"""Characters of a reply: a child that never ends its line must not fill this process's memory."""
+
 _ERRORS = {error.__name__: error for error in (InfeasiblePlanError, UsageError, PlanningError)}
 """Errors of the child that have the same class in `result`."""
 
@@ -82,23 +86,24 @@ class PlanRequest(BaseModel):
         """Read the reply to this request.
 
         Raises:
-            InfeasiblePlanError, UsageError: with the child's message.
+            InfeasiblePlanError, UsageError: what the child found wrong with the request.
             PlanningError: if the child failed in another way, or the line is no valid reply.
         """
         try:
             value = json.loads(reply)
-            if "error" in value:
-                name = value["error"]
-                message = value["message"]
-                if name in _ERRORS:
-                    raise _ERRORS[name](message)
-                raise PlanningError(f"{name}: {message}")
-            plan = PrecisionPlan.from_dict(value["plan"])
-            plan.check_against(self.problem.names)
-        except (ValueError, KeyError, TypeError) as error:
-            raise PlanningError(
-                f"invalid reply of the solver process ({type(error).__name__}): {reply[:80]!r}"
-            ) from None
+            if "error" not in value:
+                plan = PrecisionPlan.from_dict(value["plan"])
+                plan.check_against(self.problem.names)
+            else:
+                name, message = str(value["error"]), str(value["message"])
+        except (UsageError, ValueError, KeyError, TypeError, RecursionError) as error:
+            why = str(error) if isinstance(error, UsageError) else type(error).__name__
+            text = f"invalid reply of the solver process ({why}): {reply[:80]!r}"
+            raise PlanningError(text) from None
+        if "error" in value:
+            raise _ERRORS.get(name, PlanningError)(
+                message if name in _ERRORS else f"{name}: {message}"
+            )
         if plan.iteration != self.iteration:
             raise PlanningError(f"the solver process sent the plan of iteration {plan.iteration}")
         return plan
@@ -174,6 +179,10 @@ class SolverProcess:
                 f"the solver process did not answer within {timeout_s:g} s; it was stopped"
             ) from None
 
+    def replace(self) -> None:
+        """End the child, which gave a wrong plan; the next `submit` starts a new one."""
+        _kill(*self._children)
+
     def close(self) -> None:
         """End the child; nothing can be submitted afterwards. May be called twice."""
         self._request = None
@@ -225,7 +234,7 @@ def _exchange(
         with contextlib.suppress(OSError, ValueError):  # it died or was killed: there is no reply
             child.stdin.writelines(request.json_pieces())
             child.stdin.flush()
-            reply = child.stdout.readline()
+            reply = child.stdout.readline(MAX_REPLY)
         if not reply.endswith("\n"):
             _kill(child)
             text = f"the solver process ended without an answer (status {child.returncode})"

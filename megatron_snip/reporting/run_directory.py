@@ -37,17 +37,24 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import IO, Any, Literal
 
 from pydantic_core import to_json
 
-from megatron_snip.directory import check_new_run, clear_run, mark, mark_new_run, own_files
-from megatron_snip.directory_lock import lock_directory
+from megatron_snip.directory import (
+    check_new_run,
+    clear_run,
+    mark,
+    mark_new_run,
+    own_files,
+    run_id,
+)
+from megatron_snip.directory_lease import Lease, take_lease
 from megatron_snip.divergence.quality_loss import divergences_dict
-from megatron_snip.errors import UsageError
+from megatron_snip.errors import SnipError, UsageError
 from megatron_snip.files import parse_json, without_nan, write_atomic
 from megatron_snip.output import in_utf8, yaml_text
 from megatron_snip.planning.plan import PrecisionPlan, read_plan, write_plan
@@ -80,18 +87,20 @@ class RunDirectory:
     def __init__(
         self,
         path: Path,
-        release: Callable[[], None] = lambda: None,
+        lease: Lease | None = None,
         take_over: Callable[[], None] = lambda: None,
     ) -> None:
         """Open a directory.
 
         Args:
             path: need not exist.
-            release: releases the directory's lock; `close` calls it.
+            lease: the directory's, which `close` gives back. Once another job has taken it, nothing
+                more is written.
             take_over: makes the directory this run's; `begin` calls it.
         """
         self.path = path
-        self._release = release
+        self._lease = lease
+        self._is_lost = False
         self._take_over: Callable[[], None] | None = take_over
         path.mkdir(parents=True, exist_ok=True)
         self._settings: dict[str, Any] = {}
@@ -122,7 +131,19 @@ class RunDirectory:
         write_atomic(self.path / "versions.json", json.dumps(versions(), indent=1) + "\n")
 
     def write(self, event: Event) -> None:
-        """Write an event's files; keep what belongs to the iteration's line until it ends."""
+        """Write an event's files; keep what belongs to the iteration's line until it ends.
+
+        Raises:
+            SnipError: once, if another job has taken the directory.
+        """
+        if self._is_lost:
+            return
+        lost_to = None if self._lease is None else self._lease.lost_to()
+        if lost_to is not None:
+            self._is_lost = True
+            raise SnipError(
+                f"'{self.path}' was taken by {lost_to}; this job writes nothing there any more"
+            )
         self.begin()
         self._row_at = event.iteration
         match event.payload:
@@ -175,14 +196,22 @@ class RunDirectory:
             stream.truncate()
 
     def close(self) -> None:
-        """Sync, close and release the lock; a second call does nothing.
+        """Sync, close and give the lease back; a second call does nothing.
 
         A job that ends within an iteration leaves its notices, which may say why, in a row.
         """
         with ExitStack() as stack:
-            stack.callback(self._release)
+            if self._lease is not None:
+                stack.callback(self._lease.release)
             stack.callback(self._close_metrics)
-            if "notices" in self._row and self._row_at > self._last_iteration():
+            self._is_lost = self._is_lost or (
+                self._lease is not None and self._lease.lost_to() is not None
+            )
+            if (
+                not self._is_lost
+                and "notices" in self._row
+                and self._row_at > self._last_iteration()
+            ):
                 self.append_metrics({"iteration": self._row_at, **self._row})
             self._row = {}
 
@@ -213,7 +242,7 @@ class RunDirectory:
         if applied.resolved is not None:
             resolved = {**applied.resolved, "plan_iteration": number}
             self._write_json("precision", iteration, resolved)
-        if applied.resumed and path.is_file() and self._named_plan(iteration) == number:
+        if applied.resumed and path.is_file() and self._plan_at(iteration) == number:
             return
         # First the file: `read_run` refuses a row that names a plan without a file.
         write_plan(plan, path)
@@ -225,21 +254,9 @@ class RunDirectory:
         if applied.saving_s is not None:
             self._row["predicted_saving_s"] = applied.saving_s
 
-    def _named_plan(self, iteration: int) -> int | None:
-        """Return the plan that metrics.jsonl names last up to an iteration.
-
-        A crash of the machine can lose the row that named the plan of a checkpoint.
-        """
-        path = self.path / "metrics.jsonl"
-        if not path.is_file():
-            return None
-        named: list[tuple[int, int | None]] = []  # (iteration of the row, its plan), ascending
-        for line in path.read_text(encoding="utf-8", errors="replace").split("\n")[:-1]:
-            at = _iteration_of(line)
-            while named and named[-1][0] >= at > 0:
-                named.pop()  # the run went back to a checkpoint
-            if 0 < at <= iteration and '"plan_iteration"' in line:
-                named.append((at, parse_json(line, "metrics.jsonl").get("plan_iteration")))
+    def _plan_at(self, iteration: int) -> int | None:
+        """Return the plan that metrics.jsonl names last up to an iteration."""
+        named = _named_plans(self.path, iteration)
         return named[-1][1] if named else None
 
     def _sync(self) -> None:
@@ -269,7 +286,7 @@ def _holds_another(path: Path, plan: PrecisionPlan) -> bool:
 def open_run(
     path: Path, settings: dict[str, Any], old_run: OldRun, done: int | None = None
 ) -> RunDirectory:
-    """Rank 0: lock a run's directory until it is closed. Its files change when the run begins.
+    """Rank 0: take a run's directory until it is closed. Its files change when the run begins.
 
     Args:
         path: need not exist.
@@ -283,7 +300,7 @@ def open_run(
             itself reads a file that it would delete or move.
         OSError: if the directory cannot be written.
     """
-    release = lock_directory(path)
+    lease = take_lease(path, continues=old_run == "continue")
     try:
         check_new_run(path, overwrite=old_run != "refuse")
         done = sys.maxsize if done is None else done
@@ -291,13 +308,15 @@ def open_run(
         old_files = list(own_files(path) if old_run != "continue" else _later_files(path, done))
         _check_inputs(settings.get("snip", {}), old_files)
     except BaseException:
-        release()
+        lease.release()
         raise
 
     def take_over() -> None:
         mark(path)
         if old_run == "continue":
             drop_later_iterations(path, done)
+            if not run_id(path):  # an early release marked it without an identity
+                mark_new_run(path)
         else:
             archive = clear_run(path, old_files, archive=old_run != "delete")
             if archive is not None:
@@ -305,8 +324,34 @@ def open_run(
             mark_new_run(path)
         directory.start(settings)
 
-    directory = RunDirectory(path, release, take_over)
+    directory = RunDirectory(path, lease, take_over)
     return directory
+
+
+def holds_run(path: Path, identity: str, history: Sequence[tuple[int, str]]) -> bool:
+    """Return whether a directory is that of the run of a checkpoint.
+
+    Args:
+        path: the directory; need not exist.
+        identity: what identifies the run in the checkpoint. Checkpoints of megatron-snip 0.2.0 have
+            "". Then the directory is the run's if it records each plan of the history.
+        history: (iteration, digest) of each plan after the run's first one.
+
+    Raises:
+        UsageError: if the directory's marker cannot be read.
+    """
+    if identity:
+        return identity == run_id(path)
+    # A plan and its revert can have the same iteration, whose row names the last plan.
+    plans = dict(history)
+    numbers = dict(_named_plans(path, max(plans, default=0)))
+    try:
+        recorded = {
+            at: read_plan(path / "plans" / f"{numbers.get(at)}.json").digest for at in plans
+        }
+    except UsageError:  # a row or a file that is not there
+        return False
+    return recorded == plans != {}
 
 
 def _check_inputs(snip: Mapping[str, Any], old_files: Iterable[Path]) -> None:
@@ -334,6 +379,25 @@ def drop_later_iterations(path: Path, done: int) -> None:
         lines = metrics.read_text(encoding="utf-8", errors="replace").split("\n")
         rows = [line for line in lines if 1 <= _iteration_of(line) <= done]
         write_atomic(metrics, "".join(f"{line}\n" for line in rows))
+
+
+def _named_plans(path: Path, iteration: int) -> list[tuple[int, int | None]]:
+    """Return (iteration of the row, its plan) of the rows up to an iteration, ascending.
+
+    A crash of the machine can lose the row that named the plan of a checkpoint.
+    """
+    metrics = path / "metrics.jsonl"
+    if not metrics.is_file():
+        return []
+    named: list[tuple[int, int | None]] = []
+    for line in metrics.read_text(encoding="utf-8", errors="replace").split("\n")[:-1]:
+        at = _iteration_of(line)
+        while named and named[-1][0] >= at > 0:
+            named.pop()  # the run went back to a checkpoint
+        if 0 < at <= iteration and '"plan_iteration"' in line:
+            number = parse_json(line, "metrics.jsonl").get("plan_iteration")
+            named.append((at, number if isinstance(number, int) else None))
+    return named
 
 
 def _later_files(path: Path, done: int) -> list[Path]:

@@ -1,7 +1,7 @@
 """The controller: the order of what happens in an iteration; all ranks make the same calls.
 
-    apply      a plan that is due: rank 0 broadcasts it, or the reason why there is none; every rank
-               checks it and applies it
+    apply      a plan that is due: rank 0 checks and broadcasts it, or the reason why there is none;
+               every rank applies it
     observe    if a refresh is due, the iteration is measured while it runs; at its end the
                statistics are summed over ranks
     run        the forward-backward, again under another plan if the guard demands it
@@ -97,6 +97,7 @@ class SnipController:
         calibration_cache: Path | None = None,
         train_iters: int | None = None,
         num_done: int = 0,
+        run_id: str = "",
     ) -> None:
         """All ranks: attach to a built model, once its checkpoint is loaded.
 
@@ -116,6 +117,7 @@ class SnipController:
             train_iters: the last iteration of the run; healing needs it.
             num_done: iterations that the weights were trained for; with a state, its iteration
                 counts instead.
+            run_id: what identifies the run, for its checkpoints; the same on all ranks.
 
         Raises:
             UsageError: on every rank, if the policy is unknown, a pin or the plan file does not
@@ -136,6 +138,7 @@ class SnipController:
             self.model.runtime.evaluation_tokens = evaluation_tokens
         self._plans = RunPlans(config, self.model, train_iters, calibration_cache)
         self.config = self._plans.config
+        self._run_id = run_id
 
         # What follows may warn through the reporter. What was found above is reported here.
         self.metrics = StepMetrics(topology)
@@ -344,6 +347,7 @@ class SnipController:
         return ControllerState(
             iteration=iteration,
             plan=self.plan,
+            run_id=self._run_id,
             history=tuple(self.history),
             target=self._replanner.target,
             schedule=self._schedule.state_dict(iteration),
@@ -451,29 +455,23 @@ class SnipController:
             plan, waited_s = self._replanner.take_plan(iteration)
             if self._schedule.plans_without_statistics:
                 plan = without_objective(plan)  # all quality losses of its problem were 0
-            self._check(plan)
+            if self._guard.refuses(plan):
+                raise PlanningError(f"the guard reverted {plan.label} before")
+            former = self.plan
+            # This is read first, because `change` starts the mean of the new plan.
+            mean_step_s = self._current.step_times.mean_s
+            saving_s = self._plans.saving_s(plan, num_microbatches)
             try:
-                self._current.apply(plan)
+                applied = self._current.change(iteration, plan, waited_s, saving_s)
             except RemoteFailure:
                 self._replanner.plan_later(iteration)
                 raise
-            # Only the linears have changed so far. `self.plan` changes in `record`, further down.
-            former = self.plan
-            if changed_linears(former, plan):
+            if applied.num_changed:
                 self._guard.plan_changed(fallback=former)
-            # This is read first, because `record` starts the mean of the new plan.
-            mean_step_s = self._current.step_times.mean_s
-            saving_s = self._plans.saving_s(plan, num_microbatches)
-            text = self._current.record(iteration, plan, waited_s, saving_s).summary
+            text = applied.summary
             if saving_s is not None and mean_step_s is not None:
                 text += f", mean step before {1e3 * mean_step_s:.4g} ms"
             self._reporter.log(f"iteration {iteration}: {text}")
-
-    def _check(self, plan: PrecisionPlan) -> None:
-        """Refuse a plan of another model, and one that was reverted before."""
-        plan.check_against(self._plans.stage_and_flops)
-        if self._guard.refuses(plan):
-            raise PlanningError(f"the guard reverted {plan.label} before")
 
     def _begin_due_refresh(self, iteration: int) -> None:
         """All ranks: begin a refresh that is due, or wait for the optimizer's moments."""
@@ -511,7 +509,7 @@ class SnipController:
             f"{outcome.fallback.label}"
         )
         self._reporter.notify(iteration, "reverted", text)
-        self._current.record(iteration, plan)
+        self._current.change(iteration, plan)
 
     def _finish_refresh(self, iteration: int) -> None:
         """All ranks: end a refresh if all its parts were measured; submit its problem."""

@@ -80,28 +80,14 @@ class CurrentPlan:
             text = f"keeping {self.plan.label}: {failure}"
             self._reporter.notify(iteration, "refresh_failed", text)
 
-    def apply(self, plan: PrecisionPlan) -> None:
-        """All ranks: let the linears run a plan. It becomes the current one with `record`.
-
-        Raises:
-            RemoteFailure: on every rank, if a linear of one rank refuses. Then all linears run as
-                before.
-        """
-        control = self._model.runtime.topology.control
-        try:
-            control.attempt("applying the plan", lambda: self._model.apply(plan.linears))
-        except RemoteFailure:
-            self._model.apply(self.plan.linears)
-            raise
-
-    def record(
+    def change(
         self,
         iteration: int,
         plan: PrecisionPlan,
         waited_s: float = 0.0,
         saving_s: float | None = None,
     ) -> PlanApplied:
-        """All ranks: make a plan, which the linears run already, the current one; report it.
+        """All ranks: let the linears run a plan, which is the current one from then on; report it.
 
         Args:
             iteration: the first iteration under the plan.
@@ -111,7 +97,17 @@ class CurrentPlan:
 
         Returns:
             What was reported.
+
+        Raises:
+            RemoteFailure: on every rank, if a linear of one rank refuses. Then all linears run as
+                before, and the plan stays.
         """
+        control = self._model.runtime.topology.control
+        try:
+            control.attempt("applying the plan", lambda: self._model.apply(plan.linears))
+        except RemoteFailure:
+            self._model.apply(self.plan.linears)
+            raise
         num_changed = len(changed_linears(self.plan, plan))
         self.plan = plan
         self.history.append((iteration, plan.digest))
@@ -132,8 +128,8 @@ class CurrentPlan:
             iteration: the first iteration under the plan.
             num_changed: how many linears run another option than before.
             is_resumed: whether a stopped run had the same plan.
-            waited_s: as in `record`.
-            saving_s: as in `record`.
+            waited_s: as in `change`.
+            saving_s: as in `change`.
         """
         applied = PlanApplied(
             self.plan,

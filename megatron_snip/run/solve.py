@@ -15,7 +15,9 @@ from megatron_snip.collectives import Control
 from megatron_snip.errors import InfeasiblePlanError, PlanningError, SnipError, UsageError
 from megatron_snip.files import OwnSchema
 from megatron_snip.log import log_failure
+from megatron_snip.planning.checker import find_violations
 from megatron_snip.planning.plan import PrecisionPlan
+from megatron_snip.planning.policies import get_policy
 from megatron_snip.planning.problem import PlanningProblem
 from megatron_snip.planning.settings import PlanSettings
 from megatron_snip.planning.solver_process import SolverProcess
@@ -82,13 +84,13 @@ class Solve:
             PlanningError: the same on every rank, if there is no plan.
         """
         assert self._pending is not None
-        asked_at = self._pending.iteration
+        pending = self._pending
         self._pending = None
         begin = time.perf_counter()
         try:
-            plan = plan_from_rank_0(self._solved, self._control)
+            plan = plan_from_rank_0(lambda: self._solved(pending.problem), self._control)
         except SnipError as error:
-            why = f"no plan for the problem of iteration {asked_at}: {error}"
+            why = f"no plan for the problem of iteration {pending.iteration}: {error}"
             raise PlanningError(why) from None
         return plan, time.perf_counter() - begin
 
@@ -110,12 +112,23 @@ class Solve:
         if state is not None:
             self.submit(state, plan)
 
-    def _solved(self) -> PrecisionPlan:
-        """Rank 0: wait for the solver's plan."""
+    def _solved(self, problem: PlanningProblem) -> PrecisionPlan:
+        """Rank 0: wait for the solver's plan, and check it against all that it must obey.
+
+        Raises:
+            PlanningError: if it is wrong; then the next problem gets a new solver process.
+        """
         if self._submit_error is not None:
             raise self._submit_error
         assert self._solver is not None, "rank 0 has the solver"
-        return self._solver.result(self._settings.time_limit_s + SOLVER_GRACE_S)
+        plan = self._solver.result(self._settings.time_limit_s + SOLVER_GRACE_S)
+        policy = get_policy(self._settings.policy, problem)
+        faults = find_violations(plan, problem, self._settings, policy.heeds_target)
+        if faults:
+            self._solver.replace()
+            more = f" (and {len(faults) - 1} more faults)" if len(faults) > 1 else ""
+            raise PlanningError(f"the solver's plan is wrong: {faults[0]}{more}")
+        return plan
 
 
 def plan_from_rank_0(make: Callable[[], PrecisionPlan], control: Control) -> PrecisionPlan:

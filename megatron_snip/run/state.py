@@ -4,7 +4,7 @@ Plain built-in types both ways (`to_dict`, `from_dict`): the dict travels inside
 checkpoints, which are read with `weights_only=True`. Schema version 3 has an entry for each part of
 the controller that has a state (docs/life-of-a-plan.md):
 
-    {"version": 3, "iteration": int, "settings": {name: text},
+    {"version": 3, "iteration": int, "run_id": str, "settings": {name: text},
      "plan": {a plan file's object}, "history": [[iteration, digest], ...],
      "target": null | number,
      "schedule": {"refreshed": int | null, "due_since": int | null},
@@ -14,8 +14,9 @@ the controller that has a state (docs/life-of-a-plan.md):
      "alerts": [[alert, linear], ...],
      "delayed_scaling": {linear: base64}}
 
-`plan` and `history` are CurrentPlan's, `target` is the Replanner's, `delayed_scaling` is that of
-linears.delayed_scaling. The others have the names of their owners.
+`run_id` is the text in the marker of the run's directory (directory.py); checkpoints of release
+0.2.0 have none. `plan` and `history` are CurrentPlan's, `target` is the Replanner's, and
+`delayed_scaling` is that of linears.delayed_scaling. The others have the names of their owners.
 
 Version 2 has other names and no `due_since`; it is still read.
 
@@ -25,9 +26,9 @@ parts only, they are not stored, and the resumed run begins that refresh again.
 """
 
 import logging
+import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Annotated, Any, Self
 
 from pydantic import TypeAdapter
@@ -57,6 +58,7 @@ class ControllerState:
     Attributes:
         iteration: the last iteration done; 0 before training.
         plan: the current plan.
+        run_id: what identifies the run, also in its directory; "" if that is not known.
         history: (first iteration under it, digest) of each plan after the run's first one, in
             order.
         target: the target of the last planning problem; before the first problem, the target of
@@ -74,6 +76,7 @@ class ControllerState:
 
     iteration: int
     plan: Annotated[PrecisionPlan, OwnSchema()]
+    run_id: str = ""
     history: tuple[tuple[int, str], ...] = ()
     target: float | None = None
     schedule: ScheduleState = field(default_factory=ScheduleState)
@@ -240,9 +243,9 @@ def changed_plan_settings(
 
 
 def _differs(name: str, former: str, new: str) -> bool:
-    """Whether a setting changed; a relative path is one from the working directory."""
+    """Whether a setting changed; two spellings of one path, or a link to it, are the same."""
     if name in PATH_SETTINGS:
-        return Path(former).absolute() != Path(new).absolute()
+        return os.path.realpath(former) != os.path.realpath(new)
     return former != new
 
 

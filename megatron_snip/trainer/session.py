@@ -25,7 +25,7 @@ from rich.console import Console
 
 from megatron_snip.collectives import Control
 from megatron_snip.directory import check_new_run, run_id
-from megatron_snip.directory_lock import lock_directory
+from megatron_snip.directory_lease import take_lease
 from megatron_snip.errors import SnipError, UsageError, one_line
 from megatron_snip.files import write_atomic
 from megatron_snip.log import warn_once_per_job
@@ -316,7 +316,7 @@ def _initialize_process_group(on_cpu: bool) -> None:
 def run_directories(
     config: TrainConfig, done: int, control: Control
 ) -> Iterator[RunDirectory | None]:
-    """All ranks: lock the folders that this run writes to; rank 0 gets run_dir.
+    """All ranks: take the folders that this run writes to; rank 0 gets run_dir.
 
     When the run begins, files of the run that it continues stay up to iteration `done`. Those of
     another run are then moved to `previous-N` (a run that resumes, or whose `load` is its `save`),
@@ -334,7 +334,7 @@ def run_directories(
             old_run = _old_run(config, done)
             try:
                 if config.save is not None and config.save.resolve() != config.run_dir.resolve():
-                    locks.callback(lock_directory(config.save))
+                    locks.callback(take_lease(config.save).release)
                 settings = config.model_dump(mode="json")
                 directory = open_run(config.run_dir, settings, old_run, done)
                 locks.callback(directory.close)

@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from megatron_snip.errors import InfeasiblePlanError
 from megatron_snip.linears.model import PlannedModel
+from megatron_snip.options import Option
 from megatron_snip.planning.plan import PrecisionPlan, assignment_digest
 from megatron_snip.planning.solver_process import SolverProcess
 from megatron_snip.reporting import run_directory
@@ -34,6 +35,7 @@ from tests.distributed.small_model import NARROW, Trainer, layout
 EVERY_PHASE = "tests.distributed.faulty_runs:every_phase"
 LAYOUTS: dict[str, dict[str, Any]] = {"tp": TP2, "pp": PP2, "dp": OVERLAP}
 SNIP: dict[str, Any] = {"interval": 2, "start_step": 1, "lag": 1, "efficiency_target": 0.5}
+SNIP |= {"formats": "fp8,fp4", "pins": ("*.linear_qkv=bf16",)}
 """Refreshes at odd iterations; their plans are due before the even ones."""
 
 Strike = Callable[[Callable[[], Any]], Any]
@@ -65,6 +67,23 @@ def of_another_model(call: Callable[[], Any]) -> Any:
     plan = call()
     linears = dict(list(plan.linears.items())[1:])
     return plan.model_copy(update={"linears": linears, "digest": assignment_digest(linears)})
+
+
+def with_options(**options: str) -> Strike:
+    """The solver's plan with another option at the linears whose names end so."""
+
+    def strike(call: Callable[[], Any]) -> Any:
+        plan = call()
+        linears = dict(plan.linears)
+        for ending, option in options.items():
+            linears |= {n: Option.uniform(option) for n in linears if n.endswith(ending)}
+        return plan.model_copy(update={"linears": linears, "digest": assignment_digest(linears)})
+
+    return strike
+
+
+def boastful(call: Callable[[], Any]) -> Any:
+    return call().model_copy(update={"efficiency": 1.0})
 
 
 def damaged(call: Callable[[], Any]) -> Any:
@@ -103,6 +122,10 @@ PLACES: dict[str, tuple[Place, Strike]] = {
     "infeasible": (SOLVE, infeasible),
     "another model": (SOLVE, of_another_model),
     "damaged": (SOLVE, damaged),
+    "pin": (SOLVE, with_options(linear_qkv="fp4")),
+    "option": (SOLVE, with_options(linear_proj="fp3")),
+    "target": (SOLVE, with_options(linear_fc1="fp8", linear_fc2="fp8", linear_proj="fp8")),
+    "numbers": (SOLVE, boastful),
     "broadcast": (BROADCAST, bug),
     "apply": (APPLY, half_done),
 }
@@ -268,7 +291,11 @@ REASONS = {
     "solve": "RuntimeError: a bug",
     "infeasible": "efficiency_target: no plan satisfies: target 0.5",
     "another model": "the plan does not have",
-    "damaged": "does not match its linears",
+    "damaged": "the digest does not match the assignment",
+    "pin": "has fp4, and pin *.linear_qkv demands bf16",
+    "option": "has no option 'fp3'",
+    "target": "is below the target 0.5",
+    "numbers": "efficiency 1.0 is not that of the assignment",
     "broadcast": "reading the plan failed on LAST: RuntimeError: a bug",
     "apply": "applying the plan failed on LAST: RuntimeError: a bug",
 }
@@ -286,8 +313,8 @@ def check_log(phases: OnRanks, name: str, fault: str) -> None:
     """A fault is logged once, by one rank."""
     outcome, *others = (result["outcomes"][fault] for result in phases(name))
     *forbidden, last = outcome["warnings"]
-    assert all(" is forbidden for " in text for text in forbidden)
-    assert bool(forbidden) == (fault == "NaN")
+    assert all("no finite quality loss for " in text for text in forbidden)
+    assert len(forbidden) == (fault == "NaN")
     assert ": keeping the uniform-bf16 plan of iteration 0: " in last
     assert REASONS[fault].replace("LAST", f"rank {len(others)}") in last
     assert outcome["events"] == ["refresh_failed"]

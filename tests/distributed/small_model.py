@@ -159,6 +159,9 @@ class SolverHere:
     def result(self, timeout_s: float) -> PrecisionPlan:
         return self._future.result()
 
+    def replace(self) -> None:
+        pass
+
     def close(self) -> None:
         pass
 

@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from megatron_snip.linears import quantized_linear as gemms
-from megatron_snip.planning.problem import PlanningProblem
 from megatron_snip.run.schedule import RefreshSchedule
 from megatron_snip.types import Gemm, Operand
 from tests.distributed import small_model
@@ -23,7 +22,7 @@ GUARDED: dict[str, Any] = {
     "interval": 200,
     "start_step": START + 1,
     "lag": 1,
-    "efficiency_target": 0.5,
+    "efficiency_target": 1.0,
 }
 """One refresh, when the model has learned something; its plan comes before the step after."""
 
@@ -98,11 +97,6 @@ def only_first_refresh() -> Iterator[None]:
         yield
 
 
-class AllFp4(SolverHere):
-    def submit(self, problem: PlanningProblem, settings: Any, *rest: Any) -> None:
-        super().submit(problem, settings.model_copy(update={"policy": "uniform-fp4"}), *rest)
-
-
 def bad_plans(values: dict[str, Any]) -> dict[str, Any]:
     """On ranks: plans that break a step, and the run that never had one."""
     runs = {how: _bad_plan(values, how) for how in BREAKS}
@@ -114,7 +108,7 @@ def bad_plans(values: dict[str, Any]) -> dict[str, Any]:
 
 def _bad_plan(values: dict[str, Any], how: str) -> dict[str, Any]:
     with learnable(values) as trainer, broken_format("fp4", BREAKS[how]), only_first_refresh():
-        controller = trainer.controller(GUARDED, AllFp4())
+        controller = trainer.controller(GUARDED, SolverHere())
         trainer.advance(START + 4, controller)
         controller.close()
         return {

@@ -57,6 +57,20 @@ def test_a_resumed_job_continues_the_files_of_the_stopped_one(lab: Lab) -> None:
     assert {path.name for path in (folder / "snip" / "problems").iterdir()} == seen
 
 
+def test_a_resumed_job_leaves_the_files_of_another_run(lab: Lab) -> None:
+    folder = killed(lab, "one", "--seed", "7")
+    other = killed(lab, "one", "--seed", "6") / "snip"
+    before = {path.relative_to(other): path.read_bytes() for path in other.rglob("*.json*")}
+    flags = ("--seed", "7", "--snip-output-dir", str(other))
+    again = resumed(lab, "one", folder, *flags)
+    again.finished()
+    assert applied_plans(again) == [9]
+    archive = other / "previous-1"
+    found = {path.relative_to(archive): path.read_bytes() for path in archive.rglob("*.json*")}
+    assert found == before
+    assert [row["iteration"] for row in read_lines(other / "metrics.jsonl")] == [8, 9, 10]
+
+
 @pytest.mark.parametrize("iteration", [5, 7])
 def test_a_run_that_megatron_gave_up_resumes_bitwise(lab: Lab, iteration: int) -> None:
     """It begins with the iteration that Megatron doubted: a plan is applied there, or measured."""

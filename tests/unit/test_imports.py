@@ -21,7 +21,7 @@ ORDER: tuple[tuple[str, ...], ...] = (
     ("files", "formats", "output", "plugins", "types"),
     ("options",),
     ("alert_thresholds", "target_schedule"),
-    ("config", "directory", "directory_lock", "flags", "matmul"),
+    ("config", "directory", "directory_lease", "flags", "matmul"),
     ("collectives",),
     ("topology",),
     ("kernels",),

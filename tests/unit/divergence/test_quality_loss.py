@@ -23,8 +23,10 @@ from megatron_snip.divergence.quality_loss import (
 )
 from megatron_snip.log import forget_warnings
 from megatron_snip.options import Granularity, Option, enumerate_options
+from megatron_snip.planning.planner import make_plan
 from megatron_snip.planning.problem import PlanningProblem
 from megatron_snip.planning.restrictions import Refusals
+from megatron_snip.planning.settings import PlanSettings
 from megatron_snip.statistics.records import LinearStatistics
 from megatron_snip.topology import LinearInfo
 from tests.unit.divergence.build import errors, linear, table
@@ -146,27 +148,73 @@ def test_units_of_loss_and_gradients_do_not_matter() -> None:
     assert scaled(1.0) == pytest.approx(scaled(1e-9))
 
 
-@pytest.mark.parametrize(
-    "bad", [{"fisher": math.nan}, {"aligned_fisher": math.inf}, {"local_square": -1e9}]
-)
-def test_what_is_not_finite_is_forbidden_by_name(
+BAD = [{"fisher": math.nan}, {"aligned_fisher": math.inf}, {"local_square": -1e9}]
+
+
+@pytest.mark.parametrize("bad", BAD)
+def test_what_is_not_finite_is_forbidden_with_one_warning(
     bad: dict[str, float], caplog: pytest.LogCaptureFixture
 ) -> None:
     rows = two()
-    rows[0] = linear(0, fp8=errors(1.0, **bad), fp4=errors(16.0))
+    rows[0] = linear(0, fp8=errors(1.0), fp4=errors(16.0, **bad))
     with caplog.at_level(logging.WARNING):
         found = divergences(*rows)
     first, second = found.linears.values()
-    assert first[FP8].quality_loss is None
-    others = [first[FP4], *second.values()]
+    assert first[FP4].quality_loss is None
+    others = [first[FP8], *second.values()]
     assert all(d.quality_loss is not None and math.isfinite(d.quality_loss) for d in others)
     (record,) = caplog.records
-    assert "option fp8 is forbidden for decoder.layers.0.mlp.linear_fc2" in record.getMessage()
+    assert "option fp4 is forbidden for decoder.layers.0.mlp.linear_fc2" in record.getMessage()
     divergences(*rows, warn=False)
     assert len(caplog.records) == 1  # one rank warns
     if "fisher" not in bad:  # what does not count forbids nothing
         (row, _) = divergences(*rows, weight_lambda=0.0).linears.values()
-        assert row[FP8].quality_loss is not None
+        assert row[FP4].quality_loss is not None
+
+
+@pytest.mark.parametrize("bad", BAD)
+@pytest.mark.parametrize("also_lower", [False, True])
+def test_an_unknown_number_leaves_no_linear_in_a_lower_precision_only(
+    bad: dict[str, float], also_lower: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Else the plan would be FP4 where FP8 could not be measured."""
+    rows = two()
+    rows[0] = linear(0, fp8=errors(1.0, **bad), fp4=errors(16.0, **(bad if also_lower else {})))
+    with caplog.at_level(logging.WARNING):
+        found = divergences(*rows)
+    first = next(iter(found.linears.values()))
+    assert (first[FP8].quality_loss, first[FP4].quality_loss) == (0.0, None)
+    (record,) = caplog.records
+    assert "no finite quality loss for 1 of 2 linears" in record.getMessage()
+    assert "they get fp8" in record.getMessage()
+    # Where BF16 is an option it is known, and a known option of fewer bits stays one too.
+    row = next(iter(divergences(*rows, formats=("bf16", "fp8", "fp4")).linears.values()))
+    known = [option for option in (BF16, FP8, FP4) if row[option].quality_loss is not None]
+    assert known == ([BF16] if also_lower else [BF16, FP4])
+
+
+@pytest.mark.parametrize("pinned", ["fp8", "fp4"])
+def test_a_pin_to_an_option_that_was_not_measured_is_obeyed(pinned: str) -> None:
+    bad = {pinned: errors(1.0, fisher=math.nan)}
+    rows = [linear(0, **{"fp8": errors(1.0), "fp4": errors(16.0), **bad}), *two()[1:]]
+    pins = (f"*.layers.0.*={pinned}",)
+    problem = planning_problem(divergences(*rows, pins=pins), target=0.5)
+    settings = PlanSettings(pins=(("*.layers.0.*", pinned),))
+    plan = make_plan(problem, settings)
+    assert str(plan.linears[rows[0].name]) == pinned
+    assert plan.efficiency >= 0.5
+
+
+@pytest.mark.parametrize("field", ["fisher", "local_square"])
+@pytest.mark.parametrize("lowest", [0.0, 1e-320, 1e-250])
+def test_a_sum_of_zero_forbids_nothing(field: str, lowest: float) -> None:
+    """With one token a microbatch FP4 does not change the direction of an update, and FP8 does."""
+    none = {"fisher": 0.0, "aligned_fisher": 0.0, "local_square": 0.0}
+    rows = [
+        linear(i, fp8=errors(1.0), fp4=errors(16.0, **{**none, field: lowest})) for i in range(4)
+    ]
+    problem = planning_problem(divergences(*rows), target=0.5)
+    assert all(row.options["fp8"].quality_loss is not None for row in problem.linears)
 
 
 def test_formats_and_linears_that_were_not_measured_are_forbidden() -> None:
@@ -270,7 +318,7 @@ def test_where_nothing_is_hurt_or_measured_everything_is_free() -> None:
 @pytest.mark.parametrize("granularity", ["linear", "gemm"])
 def test_the_planner_accepts_the_problem(granularity: Any) -> None:
     rows = two()
-    rows[0] = linear(0, fp8=errors(1.0, fisher=math.nan), fp4=errors(16.0))
+    rows[0] = linear(0, fp8=errors(1.0), fp4=errors(16.0, fisher=math.nan))
     found = divergences(*rows, granularity=granularity)
     problem = planning_problem(found, target=0.75)
     assert PlanningProblem.from_dict(json.loads("".join(problem.json_lines()))) == problem
@@ -278,7 +326,7 @@ def test_the_planner_accepts_the_problem(granularity: Any) -> None:
     assert [row.stage for row in problem.linears] == [0, 1]
     first = problem.linears[0].options
     assert list(first) == list(map(str, enumerate_options(("fp8", "fp4"), granularity)))
-    assert first["fp8"].quality_loss is None
+    assert first["fp4"].quality_loss is None
     assert (first["fp8"].saving, first["fp4"].saving) == (0.0, 1.0)
     if granularity == "gemm":
         assert first["fp4-fp8-fp4"].saving == pytest.approx(2 / 3)
@@ -288,18 +336,18 @@ def test_the_planner_accepts_the_problem(granularity: Any) -> None:
 
 
 def test_the_record_holds_divergences_and_statistics_without_nan() -> None:
-    rows = [linear(0, fp8=errors(1.0, fisher=math.nan), fp4=errors(16.0))]
+    rows = [linear(0, fp8=errors(1.0), fp4=errors(16.0, fisher=math.nan))]
     found = divergences_dict(divergences(*rows, warn=False))
     again = json.loads(json.dumps(found, allow_nan=False))
     assert (again["version"], again["iteration"], again["loss"]) == (2, 30, 2.5)
     (row,) = again["linears"]
-    assert row["options"]["fp8"]["loss_divergence"] is None
-    assert row["options"]["fp8"]["weight_divergence"] == pytest.approx(
-        math.sqrt(256 * math.sqrt(2) + 72)
+    assert row["options"]["fp4"]["loss_divergence"] is None
+    assert row["options"]["fp4"]["weight_divergence"] == pytest.approx(
+        16 * math.sqrt(256 * math.sqrt(2) + 72)
     )
-    assert row["options"]["fp8"]["quality_loss"] is None
-    assert row["statistics"]["formats"]["fp8"]["fisher"] is None
-    assert row["statistics"]["formats"]["fp4"]["fisher"] == 7 * 16
+    assert row["options"]["fp4"]["quality_loss"] is None
+    assert row["statistics"]["formats"]["fp4"]["fisher"] is None
+    assert row["statistics"]["formats"]["fp8"]["fisher"] == 7
 
 
 def test_of_formats_with_as_few_bits_the_first_is_the_lowest() -> None:

@@ -2,6 +2,7 @@
 
 import argparse
 import importlib
+import json
 import re
 from argparse import Namespace
 from dataclasses import replace
@@ -12,6 +13,7 @@ from unittest.mock import Mock
 import pytest
 
 from megatron_snip.config import SnipConfig
+from megatron_snip.directory import MARKER
 from megatron_snip.errors import SnipError, UsageError
 from megatron_snip.linears.te import machine as machine_module
 from megatron_snip.linears.te.machine import Machine
@@ -23,7 +25,11 @@ from megatron_snip.patches.attach import make_writers
 from megatron_snip.patches.megatron_lm import parser as lm_parser
 from megatron_snip.patches.megatron_lm import setup
 from megatron_snip.patches.registry import Registry
+from megatron_snip.planning.plan import PrecisionPlan
+from megatron_snip.reporting.events import Event, Metrics, PlanApplied
+from megatron_snip.run.state import ControllerState
 from megatron_snip.topology import Topology
+from tests.unit.planning.build import plan_of
 
 # As Transformer Engine's own check says there, also of a job that asks for it.
 NO_FP8 = {"tensorwise_hybrid": "FP8 needs compute capability 8.9"}
@@ -249,13 +255,94 @@ def test_an_output_directory_that_cannot_be_used_is_named_by_its_flag(tmp_path: 
     assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
 
 
+class Job:
+    """Megatron jobs in one process that use one output directory, one after the other."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def run(self, state: ControllerState | None, *plans: tuple[int, PrecisionPlan]) -> str:
+        """Start, apply plans, end; return the run's identity."""
+        config = SnipConfig(output_dir=self.folder)
+        args = Namespace(iteration=0 if state is None else state.iteration)
+        (files,), identity = make_writers(config, args, Topology(), lambda: (None, None), state)
+        for iteration, plan in plans:
+            files.write(Event(iteration, PlanApplied(plan, {}, 1, 0.0)))
+            files.write(Event(iteration, Metrics({"loss": 2.0})))
+        files.close()
+        return identity
+
+    @property
+    def iterations(self) -> list[int]:
+        """Of the rows in metrics.jsonl."""
+        path = self.folder / "metrics.jsonl"
+        if not path.exists():
+            return []
+        return [json.loads(line)["iteration"] for line in path.read_text().splitlines()]
+
+
+def checkpoint(identity: str, iteration: int, *plans: tuple[int, PrecisionPlan]) -> ControllerState:
+    history = tuple((at, plan.digest) for at, plan in plans)
+    return ControllerState(iteration, plan_of(["fp4"]), run_id=identity, history=history)
+
+
+def test_a_resumed_run_continues_its_own_directory_and_archives_that_of_another(
+    tmp_path: Path,
+) -> None:
+    """In Megatron a resume with --load A --snip-output-dir B took over the files of B's run."""
+    a, b = Job(tmp_path / "a"), Job(tmp_path / "b")
+    plan = (3, plan_of(["fp4"], iteration=2))
+    of_a, of_b = a.run(None, plan), b.run(None, plan)
+    assert len({of_a, of_b, ""}) == 3
+    assert a.run(checkpoint(of_a, 3, plan), (4, plan[1])) == of_a
+    assert a.iterations == [3, 4] and not (a.folder / "previous-1").exists()
+    settings = (b.folder / "config.yaml").read_bytes()
+    branch = b.run(checkpoint(of_a, 3, plan), (4, plan[1]))
+    assert b.iterations == [4]
+    assert (b.folder / "previous-1" / "config.yaml").read_bytes() == settings
+    # The branch is a run of its own: its checkpoints do not continue in A, nor A's in B.
+    assert branch not in (of_a, of_b)
+    a.run(checkpoint(branch, 4, plan), (5, plan[1]))
+    assert a.iterations == [5] and (a.folder / "previous-1" / "metrics.jsonl").exists()
+    # A checkpoint without SNIP's state is of no run of SNIP's.
+    args = Namespace(iteration=7)
+    (files,), _ = make_writers(
+        SnipConfig(output_dir=b.folder), args, Topology(), lambda: (None, None)
+    )
+    files.close()
+    assert b.iterations == [] and (b.folder / "previous-2" / "metrics.jsonl").exists()
+
+
+@pytest.mark.parametrize(
+    ("is_own", "marker", "continues"),
+    [(True, "0123\n", True), (True, "", True), (False, "0123\n", False), (False, "", False)],
+)
+def test_a_checkpoint_without_an_identity_belongs_to_the_directory_that_records_its_plans(
+    tmp_path: Path, is_own: bool, marker: str, continues: bool
+) -> None:
+    """Those of release 0.2.0."""
+    job = Job(tmp_path)
+    plans = [(3, plan_of(["fp4"], iteration=2)), (5, plan_of(["fp8"], iteration=4))]
+    job.run(None, *plans)
+    (tmp_path / MARKER).write_text(marker)
+    if not is_own:
+        plans[0] = (3, plans[1][1])
+    identity = job.run(checkpoint("", 5, *plans))
+    assert (job.iterations == [3, 5]) == continues
+    assert identity and (identity == "0123") == (continues and marker != "")
+    # Before its first plan a checkpoint shows no run.
+    job.run(checkpoint("", 1))
+    assert job.iterations == []
+
+
 def test_a_dashboard_that_fails_at_the_start_is_left_out(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     board, wandb = Mock(), Mock()
     wandb.config.update.side_effect = ConnectionError("the service is gone")
     config = SnipConfig(output_dir=tmp_path / "snip")
-    writers = make_writers(config, Namespace(), Topology(), lambda: (board, wandb))
+    writers, _ = make_writers(config, Namespace(), Topology(), lambda: (board, wandb))
+    assert not wandb.init.called  # the run is Megatron's, also after a resume
     assert [type(writer).__name__ for writer in writers] == ["RunDirectory", "TensorBoardWriter"]
     assert "without the writer 'W&B': ConnectionError: the service is gone" in caplog.text
     for writer in writers:

@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from megatron_snip import plugins
-from megatron_snip.errors import InfeasiblePlanError, PlanningError, SnipError, UsageError
+from megatron_snip.errors import InfeasiblePlanError, PlanningError, UsageError
 from megatron_snip.planning import policies, solver_process
 from megatron_snip.planning.planner import make_plan
 from megatron_snip.planning.settings import PlanSettings
@@ -26,12 +26,14 @@ from megatron_snip.planning.solver_process import (
     worker_command,
 )
 from megatron_snip.plugins import load_plugins
-from tests.unit.planning.build import plan_of, problem_of
+from megatron_snip.run.solve import PendingProblem, Solve
+from tests.unit.planning.build import options_of, plan_of, problem_of
 
 PROBLEM = problem_of([[0.0, 1.0], [0.0, 2.0], [0.0, 3.0]], target=0.3)
 UNUSUAL = problem_of(
     [[0.1, None], [1 / 3, 2e-300], [0.2, 0.3]], 0.3, seconds=[[1.0, 0.1], [2.0, 0.3], [1.0, 0.7]]
 )
+WRONG = plan_of(["fp8"] * 3).to_dict()
 LONG_S = 200.0
 
 
@@ -112,6 +114,15 @@ def test_errors_keep_their_type_and_the_child_stays() -> None:
         (answering({"error": "UsageError"}), "invalid reply"),
         (answering({"plan": plan_of(["fp8"] * 2).to_dict()}), "the plan does not have"),
         (answering({"plan": plan_of(["fp8"] * 3, iteration=9).to_dict()}), "plan of iteration 9"),
+        (answering({"plan": {**WRONG, "digest": "0" * 64}}), "does not match its linears"),
+        (answering({"plan": {**WRONG, "version": 1}}), "version"),
+        (answering({"plan": {**WRONG, "efficiency": "all"}}), "efficiency"),
+        (answering({"plan": {**WRONG, "linears": {"a": {"fprop": "fp99"}}}}), "invalid reply"),
+        (answering({"plan": None}), "invalid reply"),
+        (answering({"error": ["a"], "message": 1}), "'a'"),
+        (answering([]), "invalid reply"),
+        (answering("error"), "invalid reply"),
+        (faulty("print('[' * 100000)"), "invalid reply"),
         (faulty("sys.stdout.write('half a line')"), "without an answer"),
         (["/nonexistent/worker"], "cannot be started"),
     ],
@@ -120,10 +131,41 @@ def test_failures_are_errors_and_the_next_submit_starts_a_new_child(
     command: list[str], word: str
 ) -> None:
     with closing(SolverProcess(command)) as solver:
+        used = set()
         for _ in range(2):
+            before = children()
             solver.submit(PROBLEM, PlanSettings())
-            with pytest.raises(SnipError, match=word):
+            with pytest.raises(PlanningError, match=word):
                 solver.result(LONG_S)
+            used |= children() - before
+            assert not any(child.is_running() for child in used)
+
+
+def test_a_reply_without_an_end_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(solver_process, "MAX_REPLY", 10_000)
+    with closing(SolverProcess(faulty("while True: sys.stdout.write('x' * 1000)"))) as solver:
+        solver.submit(PROBLEM, PlanSettings())
+        with pytest.raises(PlanningError, match="without an answer"):
+            solver.result(LONG_S)
+
+
+def test_a_wrong_plan_brings_a_new_process() -> None:
+    """The plan fits the model, and its digest its linears; the run's rules refuse it."""
+    before = children()
+    late = {"status": "optimal", "objective": 6.0, "efficiency": 1.0, "stages": [1.0]}
+    wrong = plan_of(["fp4"] * 3, iteration=4).to_dict() | late | {"target": 0.3}
+    with closing(SolverProcess(answering({"plan": wrong}))) as process:
+        solve = Solve(PlanSettings(pins=(("*.layers.1.*", "fp8"),)), None, process)
+        first = child_since(before)
+        for iteration in (4, 4):
+            solve.submit(PendingProblem(iteration, 5, PROBLEM), plan_of(["fp8"] * 3))
+            with pytest.raises(PlanningError, match=r"plan is wrong: .* pin .* demands fp8"):
+                solve.take_plan()
+        assert not first.is_running() and not solve.is_under_way
+        right = Solve(PlanSettings(), None, process)  # without the pin it is a plan
+        right.submit(PendingProblem(4, 5, PROBLEM), plan_of(["fp8"] * 3))
+        plan, _ = right.take_plan()
+        assert options_of(plan) == ["fp4"] * 3
 
 
 def test_a_solver_without_memory_is_one_line(

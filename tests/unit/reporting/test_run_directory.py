@@ -15,6 +15,7 @@ import pytest
 import yaml
 
 from megatron_snip.directory import MARKER, mark, mark_new_run, run_id
+from megatron_snip.directory_lease import LOCK
 from megatron_snip.errors import UsageError
 from megatron_snip.options import BF16
 from megatron_snip.planning.plan import PrecisionPlan, assignment_digest, read_plan, write_plan
@@ -525,3 +526,25 @@ def test_a_disk_that_is_full_at_any_moment_leaves_a_run_that_can_be_read_and_con
         counts.append(len(read_run(path).metrics.rows) - 1)
     assert counts == sorted(counts)
     assert counts[0] == 0 and counts[-1] == SHAPE.iterations
+
+
+def test_a_job_whose_directory_another_one_takes_writes_nothing_more(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    old = open_run(tmp_path, {"seed": 1}, "archive")
+    reporter = Reporter([old])
+    reporter.write(Event(1, Metrics({"loss": 2.0})))
+    (tmp_path / LOCK).unlink()  # as if its lock could not be seen
+    new = open_run(tmp_path, {"seed": 2}, "archive")
+    new.write(Event(1, Metrics({"loss": 3.0})))
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    for iteration in (2, 3):
+        reporter.notify(iteration, "guard", "a spike")
+        reporter.write(Event(iteration, Metrics({"loss": 2.0})))
+    reporter.close()
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
+    assert caplog.text.count("this job writes nothing there any more") == 1
+    new.write(Event(2, Metrics({"loss": 3.0})))
+    assert [row["loss"] for row in rows(tmp_path)] == [3.0, 3.0]
+    assert [row["loss"] for row in rows(tmp_path / "previous-1")] == [2.0]
+    new.close()

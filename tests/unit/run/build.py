@@ -38,6 +38,7 @@ GUARD = GuardState(
 STATE = ControllerState(
     iteration=7,
     plan=PLAN,
+    run_id="c0ffee",
     history=((4, PLAN.digest),),
     target=0.5,
     schedule=ScheduleState(6),

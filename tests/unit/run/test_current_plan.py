@@ -96,7 +96,7 @@ def test_a_plan_that_cannot_be_applied_leaves_the_linears_as_they_were() -> None
         current.kept_on_error(9),
         pytest.raises(RemoteFailure, match=r"applying the plan .*no kernel"),
     ):
-        current.apply(NEXT)
+        current.change(9, NEXT)
     assert model.options == FIRST.linears and current.plan is FIRST and current.history == []
     del events[:]
     with current.kept_on_error(9):
@@ -106,13 +106,12 @@ def test_a_plan_that_cannot_be_applied_leaves_the_linears_as_they_were() -> None
 
 
 def test_a_new_plan_is_reported_and_its_step_times_start_anew() -> None:
-    current, _, events = current_plan()
+    current, model, events = current_plan()
     for _ in range(3):
         current.step_times.end_iteration({"step_s": 2.0})
     assert current.step_times.mean_s == 2.0
-    current.apply(NEXT)
-    assert current.plan is FIRST  # until `record`
-    applied = current.record(9, NEXT, waited_s=0.5, saving_s=0.1)
+    applied = current.change(9, NEXT, waited_s=0.5, saving_s=0.1)
+    assert model.options == NEXT.linears
     assert (applied.num_changed, applied.waited_s, applied.saving_s) == (1, 0.5, 0.1)
     assert events == [Event(9, applied)]
     assert current.plan is NEXT and current.history == [(9, NEXT.digest)]
