@@ -5,8 +5,8 @@
     observe    if a refresh is due, the iteration is measured while it runs; at its end the
                statistics are summed over ranks
     run        the forward-backward, again under another plan if the guard demands it
-    plan       after the last part of a refresh all ranks make a planning problem, and rank 0 gives
-               it to the solver's process; its plan is due `lag` iterations later
+    plan       after a refresh all ranks make a planning problem, and rank 0 gives it to the
+               solver's process; its plan is due `lag` iterations later
 
 If measuring, planning or applying fails on one rank, all ranks keep the current plan and continue,
 and rank 0 warns. A new plan that makes the loss jump or NaN is reverted (guard.py).
@@ -238,26 +238,24 @@ class SnipController:
         is_repeated = self._note_state_before(iteration)
         self._apply_due_plan(iteration, kwargs.get("num_microbatches", 1))
         self._begin_due_refresh(iteration)
-        # Which part of the linears this iteration measures; None: it does not measure.
-        part = self._schedule.take_part(iteration)
+        measures = self._schedule.measures(iteration)
         observation = None
         # A step of fused MLPs is measured in an extra run without the fusion.
-        has_extra_run = part is not None and self.model.has_fused_mlps
+        has_extra_run = measures and self.model.has_fused_mlps
         may_repeat = self._guard.is_judging or has_extra_run
         step = TrainingStep(function, kwargs, may_repeat)
-        if part is None:
-            self._replanner.plan_for_new_target(iteration)
-        else:
-            num_parts = self._schedule.iterations_per_refresh
-            observation = self._observations.begin(iteration, part, num_parts)
+        if measures:
+            observation = self._observations.begin(iteration)
             self._observations.observe_unfused(observation, iteration, step)
+        else:
+            self._replanner.plan_for_new_target(iteration)
         with self._observations.observing_step(observation):
             outcome = self._guard.run(iteration, step, self.plan)
         self._take_guards_decision(iteration, outcome)
         self._observations.end(observation, step, outcome)
-        if part is not None or outcome.was_judged or is_repeated:
+        if measures or outcome.was_judged or is_repeated:
             self._current.step_times.leave_out()
-        if self._schedule.is_last(part):
+        if measures:
             self._finish_refresh(iteration)
         return outcome.results
 
@@ -504,7 +502,7 @@ class SnipController:
         self._current.record(iteration, plan)
 
     def _finish_refresh(self, iteration: int) -> None:
-        """All ranks: end a refresh if all its parts were measured; submit its problem."""
+        """All ranks: end a refresh if it was measured on every rank; submit its problem."""
         with self._current.kept_on_error(iteration):
             self._observations.complete()
             target = self._plans.targets.at(iteration + self.config.lag)

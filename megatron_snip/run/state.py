@@ -20,8 +20,7 @@ linears.delayed_scaling. The others have the names of their owners.
 Version 2 has other names and no `due_since`; it is still read.
 
 If the solver was working on a plan, its problem is stored: the resumed run solves it again, and
-with the same lag applies the plan at the same iteration. If a refresh had measured some of its
-parts only, they are not stored, and the resumed run begins that refresh again.
+with the same lag applies the plan at the same iteration.
 """
 
 import logging
