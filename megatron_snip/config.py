@@ -32,7 +32,7 @@ Count = Annotated[int, Field(ge=1, le=2**53)]
 
 Backend = Literal["auto", "simulate", "te"]
 LossDivergence = Literal["fisher", "first_plus_fisher"]
-PipelineBalance = Literal["none", "stage", "bottleneck"]
+PipelineBalance = Literal["none", "stage"]
 EfficiencyMeasure = Literal["flops", "time"]
 
 AUTO = "auto"
@@ -166,8 +166,7 @@ class PlanFields(Section):
     machine, exactly and slowly), or `auto` (`te` for Transformer Engine's linears)."""
 
     pipeline_balance: PipelineBalance = "none"
-    """`stage`: every pipeline stage reaches the target. `bottleneck`: first make the slowest
-    stage as fast as possible; the target cannot change. `none`: only the model as a total
+    """`stage`: every pipeline stage reaches the target. `none`: only the model as a total
     reaches the target."""
 
     pins: tuple[str, ...] = ()
@@ -269,13 +268,6 @@ class SnipConfig(ScheduleFields, MeasureFields, PlanFields, GuardFields, ReportF
                 f"'{self.heal_order}' counts FLOPs, and --snip-cost is time; use heal_order plan, "
                 "or cost flops",
                 field="heal_order",
-            )
-        # `bottleneck` keeps the slowest stage low also at the 0 that healing ends with.
-        if self.pipeline_balance == "bottleneck" and self.target_changes:
-            raise UsageError(
-                "'bottleneck' keeps the slowest stage in the lowest precision at every target; "
-                "drop it, or the target schedule and healing",
-                field="pipeline_balance",
             )
         # A plan is applied before the next refresh begins.
         if self.lag >= self.interval and not self.collect_only:
