@@ -24,7 +24,6 @@ import torch
 from megatron_snip.collectives import RemoteFailure, attempt
 from megatron_snip.config import SnipConfig
 from megatron_snip.errors import PlanningError
-from megatron_snip.formats import is_delayed
 from megatron_snip.linears.availability import resolve_formats
 from megatron_snip.linears.discovery import current_topology
 from megatron_snip.linears.model import PlannedModel
@@ -303,26 +302,19 @@ class SnipController:
             added = Metrics(metrics, is_addition=True)
             self._reporter.write(Event(self.evaluations.iteration, added))
 
-    def state(self, iteration: int, of_all_ranks: bool = True) -> ControllerState:
-        """Return what a checkpoint after `iteration` keeps.
+    def state(self, iteration: int) -> ControllerState:
+        """Return what a checkpoint after `iteration` keeps; the same on all ranks.
 
         Megatron's rerun state machine may give up an iteration whose result it doubts, and save a
         checkpoint of the iteration before it. A resumed run then repeats the iteration from there.
 
         Args:
             iteration: the last iteration done; or i - 1, if Megatron gave up iteration i.
-            of_all_ranks: True: all ranks call it together and get the same. False: nothing is
-                exchanged; histories of delayed scaling are those of this rank's linears.
         """
         before = self._before
         is_given_up = before is not None and before.iteration == iteration
         state = before if before is not None and is_given_up else self._state_now(iteration)
-        formats = {name for option in state.plan.linears.values() for name in option.formats}
-        delayed_scaling = {}
-        if any(map(is_delayed, formats.union(self.config.named_formats))):
-            delayed_scaling = self.model.delayed_scaling(of_all_ranks, before_iteration=is_given_up)
-        settings = self._plans.reported_settings()
-        return replace(state, delayed_scaling=delayed_scaling, settings=settings)
+        return replace(state, settings=self._plans.reported_settings())
 
     def _state_now(self, iteration: int) -> ControllerState:
         """Return the state after `iteration`, without what takes time to collect.
@@ -370,7 +362,6 @@ class SnipController:
         self._schedule.load_state_dict(state.schedule)
         self._observations.load_state_dict(state.observations)
         self._alerts.load_state_dict(state.alerts)
-        self.model.runtime.delayed.load_state_dict(state.delayed_scaling)
         guard = state.guard
         if guard is not None and guard.first_fallback is not None:
             fitted, _ = self._plans.fitting.plan(guard.first_fallback)
