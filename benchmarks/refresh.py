@@ -1,14 +1,14 @@
 """What SNIP costs a training iteration, measured or ordinary: time, and peak memory.
 
-    python -m benchmarks.refresh [--rounds 15] [--shape small] [--fraction 1.0] [--microbatches 1]
+    python -m benchmarks.refresh [--rounds 15] [--shape small] [--microbatches 1]
 
 A BF16 Llama trains in this process as in a run with `--snip-collect-only`: forward and backward
 under the controller, optimizer, scheduler, metrics, and the files of each measurement. Three kinds
-of iterations take turns: those that measure (all linears, or a part of them, with formats fp8 and
-fp4), ordinary ones, and ones without SNIP, for which Megatron's own methods are restored. `ratio`
-is that of an iteration that measures to the ordinary one beside it, `installed_ratio` that of an
-ordinary one to the one without SNIP beside it, in CPU seconds of one thread on a CPU. A result is
-the median over the pairs, with its 95 % interval. The solver is left out: it works in another
+of iterations take turns: those that measure (with formats fp8 and fp4), ordinary ones, and ones
+without SNIP, for which Megatron's own methods are restored. `ratio` is that of an iteration that
+measures to the ordinary one beside it, `installed_ratio` that of an ordinary one to the one without
+SNIP beside it, in CPU seconds of one thread on a CPU. A result is the median over the pairs, with
+its 95 % interval. The solver is left out: it works in another
 process (`benchmarks.stall`). Memory is counted by torch's profiler on the CPU and by the allocator
 on a GPU; peaks are above what is held when the iteration begins.
 """
@@ -59,23 +59,19 @@ SHAPES = {
 class Training:
     """Trains the lab's model: iterations that measure, ordinary ones, and ones without SNIP."""
 
-    def __init__(self, lab: Lab, fraction: float, folder: Path) -> None:
+    def __init__(self, lab: Lab, folder: Path) -> None:
         """Start after the lab's steps so far.
 
         Args:
             lab: the model; it is left without its own planned linears.
-            fraction: of the linears that an iteration measures.
             folder: for the files of the run.
         """
-        num_parts = math.ceil(1 / fraction - 1e-9)
         self.config = SnipConfig(
             formats=("fp8", "fp4"),
-            measure_fraction=fraction,
             collect_only=True,
             start_step=lab.step + 1,
-            interval=3 * num_parts,
+            interval=3,
         )
-        self.num_parts = num_parts
         self._lab = lab
         lab.model.uninstall()  # the controller has its own
         state = lab.state
@@ -97,16 +93,15 @@ class Training:
         lab.step += 1
         train_step(lab.step, lab.state, lab.datasets.train, PlainTraining())
 
-    def run(self, each: Callable[[Callable[[], None]], T]) -> tuple[list[T], list[T], list[T]]:
-        """Return what `each` returns for iterations of each kind, as many of one as of another.
+    def run(self, each: Callable[[Callable[[], None]], T]) -> tuple[T, T, T]:
+        """Return what `each` returns for an iteration that measures, one that does not, and plain.
 
-        Returns:
-            For iterations that measure, for ordinary ones, and for those without SNIP.
+        The last one is without SNIP.
         """
-        measured = [each(self.iterate) for _ in range(self.num_parts)]
-        ordinary = [each(self.iterate) for _ in range(self.num_parts)]
+        measured = each(self.iterate)
+        ordinary = each(self.iterate)
         self._controller.model.uninstall()
-        plain = [each(self.iterate_plain) for _ in range(self.num_parts)]
+        plain = each(self.iterate_plain)
         self._controller.model.install()
         return measured, ordinary, plain
 
@@ -168,14 +163,14 @@ def compare(lab: Lab, training: Training, rounds: int) -> dict[str, Any]:
     plain: list[float] = []
     for _ in range(rounds):
         these = training.run(seconds)
-        measured += these[0]
-        ordinary += these[1]
-        plain += these[2]
+        measured.append(these[0])
+        ordinary.append(these[1])
+        plain.append(these[2])
     ratios = [m / o for m, o in zip(measured, ordinary, strict=True)]
     installed = [o / p for o, p in zip(ordinary, plain, strict=True)]
     ratio = statistics.median(ratios)
     before = tensor_bytes()
-    peak_measured, peak_ordinary, _ = (max(peaks) for peaks in training.run(peak_bytes))
+    peak_measured, peak_ordinary, _ = training.run(peak_bytes)
     held = tensor_bytes() - before
     parameters = sum(p.numel() for p in lab.state.model[0].parameters())
     linear = max(i.in_features * i.out_features for i in lab.model.all_linears)
@@ -188,7 +183,7 @@ def compare(lab: Lab, training: Training, rounds: int) -> dict[str, Any]:
         "ratio_interval": median_interval(ratios),
         "installed_ratio": statistics.median(installed),
         "installed_ratio_interval": median_interval(installed),
-        "mean_ratio_at_interval_100": 1 + (ratio - 1) * training.num_parts / 100,
+        "mean_ratio_at_interval_100": 1 + (ratio - 1) / 100,
         "held_share_of_parameters": held / (2 * parameters),
         "peak_iteration_bytes": peak_ordinary,
         "peak_measured_bytes": peak_measured,
@@ -209,7 +204,6 @@ def main(argv: list[str] | None = None) -> int:
     """Run, print a table, append a row of JSON."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
     parser.add_argument("--rounds", type=int, default=15, help="timed, of each kind")
-    parser.add_argument("--fraction", type=float, default=1.0, help="of linears measured at once")
     parser.add_argument("--microbatches", type=int, default=1, help="of an iteration")
     parser.add_argument(
         "--shape", choices=SHAPES, default="large" if has_gpu() else "small", help="of the model"
@@ -225,15 +219,15 @@ def main(argv: list[str] | None = None) -> int:
         "micro_batch_size": 4,
         "global_batch_size": 4 * args.microbatches,
         "bf16": True,
-        "train_iters": MIN_OPTIMIZER_STEPS + 3 * math.ceil(1 / args.fraction) * (args.rounds + 2),
+        "train_iters": MIN_OPTIMIZER_STEPS + 3 * (args.rounds + 2),
     }
     with open_lab(values) as lab, tempfile.TemporaryDirectory() as folder:
         lab.train(MIN_OPTIMIZER_STEPS)
-        training = Training(lab, args.fraction, Path(folder))
+        training = Training(lab, Path(folder))
         result = compare(lab, training, args.rounds)
         training.close()
     _show(result)
-    row = {"shape": args.shape, "fraction": args.fraction, "microbatches": args.microbatches}
+    row = {"shape": args.shape, "microbatches": args.microbatches}
     append_row(args.output, {**row, **result})
     return 0
 

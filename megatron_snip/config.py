@@ -32,7 +32,7 @@ Count = Annotated[int, Field(ge=1, le=2**53)]
 
 Backend = Literal["auto", "simulate", "te"]
 LossDivergence = Literal["fisher", "first_plus_fisher"]
-PipelineBalance = Literal["none", "stage", "bottleneck"]
+PipelineBalance = Literal["none", "stage"]
 EfficiencyMeasure = Literal["flops", "time"]
 
 AUTO = "auto"
@@ -101,10 +101,6 @@ class ScheduleFields(Section):
 class MeasureFields(Section):
     """What a refresh measures."""
 
-    measure_fraction: Annotated[float, Field(ge=1e-6, le=1.0)] = 1.0
-    """Share of the linears that one iteration measures. Below 1, a refresh spreads over several
-    iterations, and each of them costs less."""
-
     stat_decay: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.5
     """Weight of earlier measurements in the running mean of the statistics. The first-order term
     `first` and the counts of tokens and microbatches are not averaged."""
@@ -170,8 +166,7 @@ class PlanFields(Section):
     machine, exactly and slowly), or `auto` (`te` for Transformer Engine's linears)."""
 
     pipeline_balance: PipelineBalance = "none"
-    """`stage`: every pipeline stage reaches the target. `bottleneck`: first make the slowest
-    stage as fast as possible; the target cannot change. `none`: only the model as a total
+    """`stage`: every pipeline stage reaches the target. `none`: only the model as a total
     reaches the target."""
 
     pins: tuple[str, ...] = ()
@@ -274,25 +269,11 @@ class SnipConfig(ScheduleFields, MeasureFields, PlanFields, GuardFields, ReportF
                 "or cost flops",
                 field="heal_order",
             )
-        # `bottleneck` keeps the slowest stage low also at the 0 that healing ends with.
-        if self.pipeline_balance == "bottleneck" and self.target_changes:
-            raise UsageError(
-                "'bottleneck' keeps the slowest stage in the lowest precision at every target; "
-                "drop it, or the target schedule and healing",
-                field="pipeline_balance",
-            )
-        if self.iterations_per_refresh > self.interval:
-            raise UsageError(
-                f"{self.measure_fraction} takes {self.iterations_per_refresh} iterations to "
-                f"measure all linears, and interval is {self.interval}; raise one of them",
-                field="measure_fraction",
-            )
         # A plan is applied before the next refresh begins.
-        if self.lag + self.iterations_per_refresh > self.interval and not self.collect_only:
+        if self.lag >= self.interval and not self.collect_only:
             raise UsageError(
-                f"got {self.lag}; lag plus the iterations that a refresh measures "
-                f"({self.iterations_per_refresh}) must not exceed interval ({self.interval}); "
-                "lower it, or raise interval",
+                f"got {self.lag}, must be below interval ({self.interval}); lower it, or raise "
+                "interval",
                 field="lag",
             )
         return self
@@ -311,11 +292,6 @@ class SnipConfig(ScheduleFields, MeasureFields, PlanFields, GuardFields, ReportF
                     f"{','.join(self.formats)} by {self.granularity}",
                     field="pins",
                 )
-
-    @property
-    def iterations_per_refresh(self) -> int:
-        """Number of iterations of a refresh; each of them measures a part of the linears."""
-        return math.ceil(1 / self.measure_fraction - 1e-9)  # 1 / 0.1 may be above 10
 
     @property
     @naming_field("formats")
@@ -436,9 +412,9 @@ class SnipConfig(ScheduleFields, MeasureFields, PlanFields, GuardFields, ReportF
             limits = f"{end} (end of target_schedule) and {train_iters} (of the run)"
             raise UsageError(f"got iteration {begin}, must be between {limits}", field="heal_from")
         # The target reaches 0 early enough that some iterations run under its plan. At worst a
-        # refresh begins just then: it measures its parts, its plan takes a lag, and only then can
-        # the last plan be asked for, which takes another lag.
-        last = max(begin + 1, train_iters - 2 * self.lag - self.iterations_per_refresh)
+        # refresh is due just then: its plan takes a lag, and only then can the last plan be asked
+        # for, which takes another lag.
+        last = max(begin + 1, train_iters - 2 * self.lag - 1)
         start_of_ramp = Point(begin, points[-1].target)
         end_of_ramp = Point(last, 0.0, ramp=True)
         return TargetSchedule((*points, start_of_ramp, end_of_ramp), begin)

@@ -7,8 +7,8 @@ dimension, weights `weight_block` = (rows, cols along the contraction) blocks.
 Sources: SNIP, arXiv:2602.01410 (fp8, fp4: 1x128 tiles, 128x128 blocks, FP32 scales);
 OCP Microscaling Formats (MX) v1.0 (mxfp8, mxfp4: 1x32, E8M0); NVIDIA, arXiv:2509.25149
 (nvfp4: 1x16, E4M3 scales under one FP32 scale per tensor; nvfp4_2d_rht: its recipe for
-pretraining); Transformer Engine 2.20 (fp8_tensorwise: current scaling; fp8_delayed: delayed
-scaling; fp8_blockwise; `_hybrid`: E5M2 gradients). `fp3` is a 3-bit format (E2M0: 0, 1, 2, 4) for
+pretraining); Transformer Engine 2.20 (fp8_tensorwise: current scaling; fp8_blockwise;
+`_hybrid`: E5M2 gradients). `fp3` is a 3-bit format (E2M0: 0, 1, 2, 4) for
 experiments; no hardware has it.
 """
 
@@ -133,7 +133,6 @@ _NVFP4 = Format(
     stochastic_grad=True,
 )
 _TENSORWISE = Format("fp8_tensorwise", 8, E4M3, scale=ScaleType.TENSOR)
-_DELAYED = replace(_TENSORWISE, name="fp8_delayed", scale=ScaleType.DELAYED)
 _BLOCKWISE = Format("fp8_blockwise", 8, E4M3, scale=ScaleType.E8M0)
 
 FORMATS: dict[str, Format] = {
@@ -147,8 +146,6 @@ FORMATS: dict[str, Format] = {
         _NVFP4,
         _TENSORWISE,
         _TENSORWISE.hybrid(),
-        _DELAYED,
-        _DELAYED.hybrid(),
         _BLOCKWISE,
         _BLOCKWISE.hybrid(),
         _MXFP8.hybrid(),
@@ -164,6 +161,10 @@ FORMATS: dict[str, Format] = {
 }
 """Every format by name. Adding one is a line here and its test; names have no dash."""
 
+DELAYED = replace(_TENSORWISE, name="fp8_delayed", scale=ScaleType.DELAYED)
+"""How `fp8` is measured in a job of Transformer Engine's delayed scaling. No plan can name it: the
+scales come from the history of the job's own linears."""
+
 
 def get_format(name: str) -> Format:
     """Return the format called `name`.
@@ -171,20 +172,16 @@ def get_format(name: str) -> Format:
     Raises:
         UsageError: if there is none; the message lists the known ones.
     """
+    if name in (DELAYED.name, DELAYED.hybrid().name):
+        raise UsageError(
+            f"'{name}' is no longer simulated; run the job in Transformer Engine's delayed scaling "
+            "(--fp8-format and --fp8-recipe delayed), and name fp8"
+        )
     if name not in FORMATS:
         near = did_you_mean(name, FORMATS)
         text = f"unknown format {shortened(repr(name), 80)}; known: {', '.join(FORMATS)}{near}"
         raise UsageError(text)
     return FORMATS[name]
-
-
-def is_delayed(name: str) -> bool:
-    """Return whether a format is delayed scaling, whose scales need a history.
-
-    Raises:
-        UsageError: if it is unknown.
-    """
-    return get_format(name).scale is ScaleType.DELAYED
 
 
 def lowest_precision(names: tuple[str, ...]) -> Format:

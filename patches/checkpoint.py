@@ -1,8 +1,8 @@
 """SNIP's state in Megatron's checkpoints, whichever training loop writes them.
 
 The formats torch_dist and torch carry it as the plain dict `snip`: in the common state that rank 0
-writes, or in each rank's file. It is the same on all ranks, but for histories of delayed scaling in
-a rank's own file, and holds built-in types only, so it is read back with `weights_only=True`.
+writes, or in each rank's file. It is the same on all ranks, and holds built-in types only, so it is
+read back with `weights_only=True`.
 
 The formats of FSDP, torch_dcp and fsdp_dtensor, take dicts apart, lose empty ones, and read only
 what Megatron asks for. They carry the state as one JSON text, which is read on its own.
@@ -42,9 +42,7 @@ def save_state(call: Call, session: Session, ckpt_format: str) -> Any:
     try:
         state = session.loaded_state
         if session.controller is not None:
-            # In the format torch some ranks write no file, and do not come here.
-            of_all_ranks = ckpt_format != "torch"
-            state = session.controller.state(int(iteration), of_all_ranks).to_dict()
+            state = session.controller.state(int(iteration)).to_dict()
         if state is not None:
             result[KEY] = json.dumps(state) if ckpt_format in FSDP_FORMATS else state
     except Exception as error:

@@ -62,10 +62,7 @@ def add_planning_flags(parser: argparse.ArgumentParser) -> None:
     """Add the problem and the flags that set fields of `PlanSettings`."""
     parser.add_argument("problem", metavar="PROBLEM.json", type=Path, help="the problem file")
     add = parser.add_argument_group("constraints").add_argument
-    text = (
-        "where the target holds. none: over the model. stage: in every pipeline stage. "
-        "bottleneck: over the model, with the slowest stage as fast as possible [none]"
-    )
+    text = "where the target holds. none: over the model. stage: in every pipeline stage [none]"
     add("--pipeline-balance", choices=get_args(PipelineBalance), help=text)
     text = (
         "fix the option of these linears, e.g. 'decoder.layers.0.*=fp8'; may be repeated. Other "

@@ -35,7 +35,6 @@ from torch import Tensor
 from megatron_snip.config import AUTO, SnipConfig
 from megatron_snip.errors import UnsupportedError, UsageError, naming_field
 from megatron_snip.files import write_atomic
-from megatron_snip.formats import is_delayed
 from megatron_snip.linears.availability import AvailableOptions
 from megatron_snip.linears.model import PlannedModel
 from megatron_snip.linears.quantized_linear import LinearCall, quantized_linear
@@ -50,9 +49,8 @@ from megatron_snip.planning.calibration import (
     CalibrationTable,
     read_calibration,
 )
-from megatron_snip.quantizers.reference import amax_of
 from megatron_snip.quantizers.stochastic import StochasticStream, StreamKey
-from megatron_snip.types import Gemm, Operand, glob_matches, split_linear_name
+from megatron_snip.types import Gemm, glob_matches, split_linear_name
 from megatron_snip.version import PACKAGES, installed_version
 
 logger = logging.getLogger(__name__)
@@ -297,11 +295,7 @@ def simulated_linear(shape: TimedShape, option: Option, x: Tensor) -> TimedLinea
     weight = torch.randn(shape.out_features, shape.in_features).to(x).requires_grad_()
     stream = StochasticStream(StreamKey(seed=0, linear="", iteration=0, microbatch=0))
 
-    def delayed_scale(_: Operand, tensor: Tensor) -> Tensor:
-        return amax_of(tensor)  # which a linear notes; any scale takes as long
-
-    scale = delayed_scale if is_delayed(option.fprop) else None
-    call = LinearCall(option, lambda: stream, delayed_scale=scale)
+    call = LinearCall(option, lambda: stream)
     return partial(quantized_linear, x, weight, None, call), weight
 
 

@@ -17,14 +17,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_snip.config import Backend
-from megatron_snip.formats import get_format, is_delayed
-from megatron_snip.linears.delayed_scaling import DelayedCall
 from megatron_snip.linears.quantized_linear import LinearCall, quantized_linear
 from megatron_snip.linears.runtime import Runtime
 from megatron_snip.linears.te.modules import weights_of
 from megatron_snip.log import warn_once
 from megatron_snip.options import BF16, Option
-from megatron_snip.statistics.observer import DelayedScales
 from megatron_snip.statistics.sharded import is_freed
 from megatron_snip.topology import Placement
 
@@ -55,10 +52,6 @@ class SimulatedLinear(ABC):
         self._original = getattr(module, self._method)
         self._weights_are_freed = any(map(is_freed, self.weights))
         self._saves_input = _frees_inputs(getattr(module, "config", None))
-        # The calls of the last forward under delayed scaling, which an observer asks for scales.
-        self._delayed_calls: dict[Placement, DelayedCall] = {}
-        for placement in placements:
-            runtime.delayed.add(placement)
 
     @property
     def job_option(self) -> Option:
@@ -80,11 +73,7 @@ class SimulatedLinear(ABC):
 
     def refusal(self, option: Option) -> str | None:
         """Return why this linear cannot run `option` here, or None if it can."""
-        if len(set(option.formats)) > 1:
-            for name in option.formats:
-                if is_delayed(name):
-                    return f"{option}: {name} takes one recipe for all three GEMMs of a linear"
-        return None
+        return None  # any format, in any GEMM
 
     def install(self) -> None:
         """Override the instance's method; idempotent."""
@@ -104,15 +93,6 @@ class SimulatedLinear(ABC):
 
     def _is_bf16(self) -> bool:
         return self.option == BF16 or self._runtime.in_bf16
-
-    def delayed_scales(self, placement: Placement) -> DelayedScales | None:
-        """Return the function that reads a weight's scales; None without delayed scaling.
-
-        Args:
-            placement: which weight of the linear, whose forward has just run.
-        """
-        call = self._delayed_calls.get(placement)
-        return None if call is None else call.scales
 
     def _simulate(
         self,
@@ -137,16 +117,6 @@ class SimulatedLinear(ABC):
             first_row: the index of Y's first token within the microbatch.
             how: as in `LinearCall`.
         """
-        delayed = None
-        if is_delayed(self.option.fprop):
-            delayed = self._runtime.delayed.begin_call(
-                placement,
-                get_format(self.option.fprop),
-                self.module.config,
-                input.device,
-                self._runtime.is_training,
-            )
-            self._delayed_calls[placement] = delayed
         # FSDP frees weights to save memory, so nothing as large is kept of them; and it takes the
         # weight gradient from autograd.
         cache = None if self._weights_are_freed else self._runtime.weight_cache(placement)
@@ -157,7 +127,6 @@ class SimulatedLinear(ABC):
             cache=cache,
             fuse_wgrad=fuse_wgrad and not self._weights_are_freed,
             saves_input=self._saves_input,
-            delayed_scale=None if delayed is None else delayed.scale,
             **how,
         )
         return quantized_linear(input, weight, bias, call)
@@ -176,7 +145,6 @@ class SimulatedMegatronLinear(SimulatedLinear):
         placement = self.placements[0]
         input_is_split = bool(kwargs.get("sequence_parallel", False))
         output: Tensor
-        self._delayed_calls.clear()
         if self._is_bf16() or not self._quantizable(kwargs):
             output = self._original(*args, **kwargs)
         else:
@@ -199,7 +167,6 @@ class SimulatedMegatronLinear(SimulatedLinear):
             weight,
             output,
             input_is_split=input_is_split,
-            delayed_scales=self.delayed_scales(placement),
         )
 
     def _quantizable(self, kwargs: dict[str, Any]) -> bool:

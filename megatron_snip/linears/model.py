@@ -249,30 +249,6 @@ class PlannedModel:
             "linears": rows,
         }
 
-    def delayed_scaling(self, of_all_ranks: bool, before_iteration: bool = False) -> dict[str, str]:
-        """Return the histories of simulated delayed scaling, as `DelayedScaling.state_dict` does.
-
-        Args:
-            of_all_ranks: all ranks: return those of the linears of the entire model.
-            before_iteration: return those that the last iteration started from.
-        """
-        topology = self.runtime.topology
-        if not of_all_ranks:
-            return self.runtime.delayed.state_dict(before_iteration)
-
-        def counted_here() -> dict[str, str]:
-            # Ranks that hold a shard or a replica have the same history; the first of them counts.
-            own = self.runtime.delayed.state_dict(before_iteration)
-            placements = (each for linear in self.linears for each in linear.placements)
-            return {
-                each.instance: own[each.instance]
-                for each in placements
-                if each.instance in own and not each.tp.rank and not topology.data_axis(each).rank
-            }
-
-        parts = topology.control.gather("saving histories of delayed scaling", counted_here)
-        return {name: text for part in parts.distinct() for name, text in part.items()}
-
     def weights(self, names: frozenset[str] | None = None) -> dict[Placement, torch.nn.Parameter]:
         """Return this rank's trained weights of the named linears, in model order."""
         return {

@@ -29,7 +29,7 @@ import torch.distributed as dist
 from megatron.core.parallel_state import get_global_memory_buffer
 from torch import Tensor
 
-from megatron_snip.formats import ScaleType, get_format
+from megatron_snip.formats import get_format
 from megatron_snip.matmul import LARGE_GEMM, matmul_fp32
 from megatron_snip.options import Option
 from megatron_snip.quantizers.quantize import (
@@ -63,8 +63,6 @@ class LinearCall:
         saves_input: save X itself for the backward, not its quantized form. Needed where Megatron
             frees or offloads the inputs of linears, and restores them for the backward.
         output_dtype: dtype of Y of a quantized fprop; None is X's.
-        delayed_scale: returns the scale of an operand for delayed scaling, and notes its amax. If
-            it is given, all three GEMMs run one format with delayed scaling.
         defer_wgrad: gets wgrad's operands, Q(G) and Q(X) of all gathered tokens, and a function of
             both that returns dW. It calls the function after the backward. None computes dW in the
             backward.
@@ -79,12 +77,7 @@ class LinearCall:
     cache: WeightCache | None = None
     saves_input: bool = False
     output_dtype: torch.dtype | None = None
-    delayed_scale: Callable[[Operand, Tensor], Tensor] | None = None
     defer_wgrad: Callable[[Tensor, Tensor, WgradFunction], None] | None = None
-
-    def scale_of(self, operand: Operand, tensor: Tensor) -> Tensor | None:
-        """Return the scale of an operand under delayed scaling; None for other formats."""
-        return None if self.delayed_scale is None else self.delayed_scale(operand, tensor)
 
 
 def quantized_linear(
@@ -142,10 +135,9 @@ class _QuantizedLinear(torch.autograd.Function):
             x, gathering = _start_gather(saved[0], call, async_op=True)
         dtype = operand_dtype(g, weight.shape[1])
         gemms = (Gemm.DGRAD, Gemm.WGRAD) if saved else (Gemm.DGRAD,)
-        scale = call.scale_of(Operand.GRAD_OUTPUT, g)
         # G for dgrad (tiles in rows), and for wgrad (tiles in columns) unless the weight is frozen.
         g_row, *g_col = quantize_input_or_grad(
-            g, Operand.GRAD_OUTPUT, call.option, dtype, *gemms, stream=call.stream(), scale=scale
+            g, Operand.GRAD_OUTPUT, call.option, dtype, *gemms, stream=call.stream()
         )
         dx = _gemm_with_weight(g_row, weight, Gemm.DGRAD, g.dtype, call)
         del g_row
@@ -157,10 +149,7 @@ class _QuantizedLinear(torch.autograd.Function):
         dw = None
         if x is not None:
             if not ctx.saves_quantized:
-                scale = call.scale_of(Operand.INPUT, x)
-                (x,) = quantize_input_or_grad(
-                    x, Operand.INPUT, call.option, dtype, Gemm.WGRAD, scale=scale
-                )
+                (x,) = quantize_input_or_grad(x, Operand.INPUT, call.option, dtype, Gemm.WGRAD)
             wgrad = partial(_wgrad, call=call, weight=weight, main_grad=ctx.main_grad)
             if call.defer_wgrad is None:
                 dw = wgrad(g_col[0], x.flatten(0, -2))
@@ -198,14 +187,13 @@ def _prepare_input(
     quantize_first = may_save_quantized and is_same  # before the gather, if there is one
     x = input
     saved = [input] if needs_wgrad else []
-    scale = call.scale_of(Operand.INPUT, input)
     if quantize_first:
         gemms = (Gemm.FPROP, Gemm.WGRAD) if needs_wgrad else (Gemm.FPROP,)
-        x, *saved = quantize_input_or_grad(x, Operand.INPUT, option, dtype, *gemms, scale=scale)
+        x, *saved = quantize_input_or_grad(x, Operand.INPUT, option, dtype, *gemms)
     if call.sequence_parallel:
         x, _ = _start_gather(x, call)
     if not quantize_first:
-        (x,) = quantize_input_or_grad(x, Operand.INPUT, option, dtype, Gemm.FPROP, scale=scale)
+        (x,) = quantize_input_or_grad(x, Operand.INPUT, option, dtype, Gemm.FPROP)
     return x, saved, quantize_first
 
 
@@ -269,7 +257,6 @@ def quantize_input_or_grad(
     dtype: torch.dtype,
     *gemms: Gemm,
     stream: StochasticStream | None = None,
-    scale: Tensor | None = None,
 ) -> list[Tensor]:
     """Return X or G as each of `gemms` multiplies it.
 
@@ -280,14 +267,8 @@ def quantize_input_or_grad(
         dtype: dtype of a quantized result, from `operand_dtype`.
         gemms: one of the operand's two, or both: first fprop or dgrad, then wgrad.
         stream: random numbers, for formats that round G stochastically.
-        scale: of delayed scaling, if the GEMMs have that format.
     """
     first, *second = (option[gemm] for gemm in gemms)
-    if scale is not None:  # one scale for the entire tensor, so both GEMMs multiply the same values
-        result = quantize_dequantize_operand(
-            x, first, operand, gemms[0], amax_or_scale=scale, dtype=dtype
-        )
-        return [result] * len(gemms)
     if second:
         pair = first, second[0]
         return list(quantize_dequantize_pair(x, pair, operand, stream=stream, dtype=dtype))
@@ -303,8 +284,6 @@ def can_quantize_before_gather(option: Option, num_rows: int) -> bool:
     """
     for name, gemm in ((option.fprop, Gemm.FPROP), (option.wgrad, Gemm.WGRAD)):
         fmt = get_format(name)
-        if fmt.scale is ScaleType.DELAYED:
-            continue  # the scale is known, and the same on all shards
         tile_rows, _ = operand_block(fmt, Operand.INPUT, gemm)
         if fmt.quantized and (fmt.needs_amax_or_scale or num_rows % tile_rows):
             return False
@@ -318,7 +297,6 @@ def fprop_or_dgrad_gemm(
     option: Option,
     dtype: torch.dtype,
     cache: WeightCache | None = None,
-    weight_scale: Callable[[Tensor], Tensor | None] = lambda _: None,
 ) -> Tensor:
     """Return Y = X W^T [M, N] for fprop, dX = G W [M, K] for dgrad.
 
@@ -329,7 +307,6 @@ def fprop_or_dgrad_gemm(
         option: decides the format of both operands.
         dtype: dtype of a quantized GEMM's result; a bf16 GEMM has that of its operands.
         cache: holds the quantized W; fprop and dgrad share it where format and block are equal.
-        weight_scale: returns W's scale under delayed scaling; called where W is quantized.
     """
     name = option[gemm]
     is_fprop = gemm is Gemm.FPROP
@@ -341,9 +318,7 @@ def fprop_or_dgrad_gemm(
     key = (name, block, used, w.data_ptr(), w._version)
     cache = {} if cache is None else cache
     if key not in cache:
-        cache[key] = quantize_dequantize_operand(
-            w, name, Operand.WEIGHT, gemm, amax_or_scale=weight_scale(w), dtype=used
-        )
+        cache[key] = quantize_dequantize_operand(w, name, Operand.WEIGHT, gemm, dtype=used)
     return matmul_fp32(a, cache[key].t() if is_fprop else cache[key], dtype)
 
 
@@ -351,8 +326,7 @@ def _gemm_with_weight(
     a: Tensor, weight: Tensor, gemm: Gemm, dtype: torch.dtype, call: LinearCall
 ) -> Tensor:
     """Return `fprop_or_dgrad_gemm` as a call runs it."""
-    weight_scale = partial(call.scale_of, Operand.WEIGHT)
-    return fprop_or_dgrad_gemm(a, weight, gemm, call.option, dtype, call.cache, weight_scale)
+    return fprop_or_dgrad_gemm(a, weight, gemm, call.option, dtype, call.cache)
 
 
 def wgrad_gemm(g: Tensor, x: Tensor, option: Option, dtype: torch.dtype) -> Tensor:

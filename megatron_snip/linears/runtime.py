@@ -5,7 +5,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from megatron_snip.linears.delayed_scaling import DelayedScaling
 from megatron_snip.linears.quantized_linear import WeightCache
 from megatron_snip.quantizers.stochastic import StochasticStream, grad_output_stream
 from megatron_snip.statistics.observer import StepObserver
@@ -27,7 +26,6 @@ class Runtime:
         iteration: Megatron's iteration, 1-based.
         in_bf16: whether linears run as Megatron runs them, whatever their option.
         observer: watches every linear's forward and backward, or None.
-        delayed: delayed scaling of simulated linears.
     """
 
     topology: Topology
@@ -38,7 +36,6 @@ class Runtime:
     iteration: int = 0
     in_bf16: bool = False
     observer: StepObserver | None = None
-    delayed: DelayedScaling = field(default_factory=DelayedScaling)
     _weights: dict[str, WeightCache] | None = None
     _num_backwards: Counter[str] = field(default_factory=Counter)
 
@@ -68,10 +65,8 @@ class Runtime:
         self.iteration = iteration
         self._num_backwards.clear()
         self._weights = {}
-        self.delayed.begin_iteration(iteration)
         try:
             yield
-            self.delayed.end_iteration()  # not after an error, which other ranks may not have
         finally:
             self._weights = None
 
@@ -80,7 +75,6 @@ class Runtime:
         self._num_backwards.clear()
         if self._weights is not None:
             self._weights = {}
-            self.delayed.begin_iteration(self.iteration)
         if self.observer is not None:
             self.observer.restart()
 
@@ -101,11 +95,6 @@ class Runtime:
             yield
         finally:
             self.in_bf16 = False
-
-    @property
-    def is_training(self) -> bool:
-        """Whether a training pass runs."""
-        return self._weights is not None
 
     def weight_cache(self, placement: Placement) -> WeightCache | None:
         """Return the quantized forms of a weight in this training pass; None outside of one."""

@@ -38,15 +38,11 @@ class _Numbers(NamedTuple):
         loss: Quality loss of the plan's option; None if the option is forbidden.
         max_gain: Largest possible gain of the linear.
         gain: Gain of the plan's option.
-        time: Time of the plan's option.
-        least_time: Least time that pins and forbidden options allow.
     """
 
     loss: float | None
     max_gain: float
     gain: float
-    time: float
-    least_time: float
 
 
 def find_violations(
@@ -100,10 +96,7 @@ def find_violations(
         if own.quality_loss is None:
             faults.append(f"'{name}' has '{option}', which is forbidden")
 
-        usable = [cost for cost in costs.values() if cost.quality_loss is not None]
-        if pins or not usable:
-            usable = [own]
-        stages[linear.stage].append(_numbers(linear, own, usable, settings.cost))
+        stages[linear.stage].append(_numbers(linear, own, settings.cost))
 
     target = problem.target if settings.target is None else settings.target
     balance = settings.pipeline_balance
@@ -116,40 +109,29 @@ def find_violations(
     faults += _check_efficiency(plan, target, stages)
     if balance == "stage":
         faults += _check_stage_targets(target, stages)
-    if balance == "bottleneck":
-        faults += _check_slowest_stage(stages)
     faults += _check_objective(plan, [each.loss for each in model])
     return faults
 
 
-def _numbers(
-    linear: LinearChoices, own: OptionCost, usable: Sequence[OptionCost], measure: EfficiencyMeasure
-) -> _Numbers:
+def _numbers(linear: LinearChoices, own: OptionCost, measure: EfficiencyMeasure) -> _Numbers:
     """Return the numbers of one linear.
 
     Args:
         linear: The linear and all of its options.
         own: The option that the plan gives to it.
-        usable: The options that it could have.
         measure: What the target counts.
     """
     if measure == "flops":
-        time = linear.flops * (1 - own.saving / 2)
-        usable_times = [linear.flops * (1 - cost.saving / 2) for cost in usable]
         max_gain = linear.flops
         gain = linear.flops * own.saving
     else:
-        time = own.seconds or 0.0
-        usable_times = [cost.seconds or 0.0 for cost in usable]
         all_times = [cost.seconds or 0.0 for cost in linear.options.values()]
         max_gain = max(all_times) - min(all_times)
-        gain = max(all_times) - time
+        gain = max(all_times) - (own.seconds or 0.0)
     return _Numbers(
         loss=own.quality_loss,
         max_gain=max_gain,
         gain=gain,
-        time=time,
-        least_time=min(usable_times),
     )
 
 
@@ -188,13 +170,6 @@ def _check_stage_targets(target: float, stages: Sequence[Sequence[_Numbers]]) ->
         found = _efficiency(members)
         if found < target - float(TOLERANCE):
             yield f"efficiency {found} of stage {stage} is below the target {target}"
-
-
-def _check_slowest_stage(stages: Sequence[Sequence[_Numbers]]) -> Iterator[str]:
-    slowest = max(math.fsum(each.time for each in members) for members in stages)
-    needed = max(math.fsum(each.least_time for each in members) for members in stages)
-    if slowest > needed * (1 + float(TOLERANCE)):
-        yield f"the slowest stage takes {slowest}, it could take {needed}"
 
 
 def _efficiency(members: Sequence[_Numbers]) -> float:

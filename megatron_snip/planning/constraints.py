@@ -8,7 +8,7 @@ at its largest gain (`option_table.py` defines gains).
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
 from typing import NamedTuple
@@ -20,7 +20,6 @@ from megatron_snip.errors import InfeasiblePlanError, UsageError, listing
 from megatron_snip.planning.option_table import (
     NOISE,
     Floats,
-    IntegerGains,
     Ints,
     Mask,
     OptionTable,
@@ -43,7 +42,7 @@ class IntegerFloors(NamedTuple):
     Attributes:
         gains: The integer gain of every option, [n, k], int64.
         group: The index of the sum that each linear belongs to, [n].
-        least: The least value of each sum. Gains are never negative, so 0 asks for nothing.
+        least: The least value of each sum.
     """
 
     gains: Ints
@@ -54,9 +53,9 @@ class IntegerFloors(NamedTuple):
         """Return each linear's gain [n] under an assignment ([n] columns)."""
         return self.gains[np.arange(len(columns)), columns]
 
-    def missing(self, columns: Ints, rows: Ints | slice = slice(None)) -> Ints:
-        """Return what each sum lacks under an assignment ([n] columns), where only `rows` count."""
-        sums = np.bincount(self.group[rows], self.gains_of(columns)[rows], len(self.least))
+    def missing(self, columns: Ints) -> Ints:
+        """Return what each sum lacks under an assignment ([n] columns)."""
+        sums = np.bincount(self.group, self.gains_of(columns), len(self.least))
         return self.least - sums.astype(np.int64)  # exact: see `option_table.MAX_SUM`
 
 
@@ -64,40 +63,44 @@ class IntegerFloors(NamedTuple):
 class Task:
     """Choose one allowed column x_l for each linear l so that the sum of costs is least.
 
-        sum over stage p of gain[l, x_l]  >=  stage_floors[p]    where the stages have floors
-        sum over all linears of gain      >=  overall_floor      where there is one
+        sum over the linears of group p of gain[l, x_l]  >=  floors[p]
 
     Attributes:
         table: The problem's arrays; they hold the gains.
         cost: Quality loss plus the price of a change, [n, k]; NaN where forbidden or padded.
         allowed: The columns to choose from, [n, k].
-        stage_floors: The least gain of each stage, exact; None if the stages have no floors.
-        overall_floor: The least gain of all linears, exact; None if there is no such floor.
+        by_stage: Whether each pipeline stage is a group, or the model is one.
+        floors: The least gain of each group, exact.
     """
 
     table: OptionTable
     cost: Floats
     allowed: Mask
-    stage_floors: tuple[Fraction, ...] | None
-    overall_floor: Fraction | None
+    by_stage: bool
+    floors: tuple[Fraction, ...]
+
+    @property
+    def members(self) -> tuple[Ints, ...]:
+        """Rows of each group."""
+        return self.table.members if self.by_stage else (self.table.rows,)
 
     @cached_property
-    def integer_floors(self) -> tuple[IntegerFloors, ...]:
-        """All floors in the solver's integers: those of the stages (if any), then the overall."""
+    def integer_floors(self) -> IntegerFloors:
+        """The floors in the solver's integers."""
         table = self.table
-        in_one_group = np.zeros_like(table.stage)
-        least = self.overall_floor or Fraction(0)
-        overall = _integer_floors(table.integer_gains, in_one_group, (least,))
-        if self.stage_floors is None:
-            return (overall,)
-        by_stage = _integer_floors(table.integer_gains_by_stage, table.stage, self.stage_floors)
-        return (by_stage, overall)
+        gains = table.integer_gains_by_stage if self.by_stage else table.integer_gains
+        pairs = zip(self.floors, gains.units, strict=True)
+        return IntegerFloors(
+            gains=gains.coefficients,
+            group=table.stage if self.by_stage else np.zeros_like(table.stage),
+            least=np.array([math.ceil(floor / unit) for floor, unit in pairs]),
+        )
 
     def holds(self, columns: Ints) -> bool:
         """Whether an assignment ([n] columns) satisfies the task (in the solver's integers)."""
         if np.any(columns < 0) or not self.allowed[self.table.rows, columns].all():
             return False
-        return all((floors.missing(columns) <= 0).all() for floors in self.integer_floors)
+        return bool((self.integer_floors.missing(columns) <= 0).all())
 
     def cost_of(self, columns: Ints) -> float:
         """Return the cost of an assignment, correctly rounded."""
@@ -141,45 +144,27 @@ class Constraints:
     def task(self, active: Iterable[str] | None = None) -> Task:
         """Return the task under the active constraints (by default all)."""
         on = set(self.labels if active is None else active)
-        share = as_fraction(self.target) - NOISE
-        stage_floors = [Fraction(0)] * self.table.problem.num_stages
-        overall_floor = None
+        by_stage = self.balance == "stage"
+        max_gains = self.table.stage_max_gains if by_stage else (self.table.max_gain,)
+        share = max(Fraction(0), as_fraction(self.target) - NOISE)
+        floors = [Fraction(0)] * len(max_gains)
         for label, stage in self.targets.items():
-            if label not in on:
-                continue
-            if stage is None:
-                overall_floor = share * self.table.max_gain
-            else:
-                stage_floors[stage] = share * self.table.stage_max_gains[stage]
-        return Task(
-            table=self.table,
-            cost=self.cost,
-            allowed=self._allowed(on),
-            stage_floors=tuple(stage_floors) if self.balance == "stage" else None,
-            overall_floor=overall_floor,
-        )
+            if label in on:
+                group = stage or 0
+                floors[group] = share * max_gains[group]
+        return Task(self.table, self.cost, self._allowed(on), by_stage, tuple(floors))
 
     def checked_task(self) -> Task:
-        """Return the task under all constraints, with floors that keep the bottleneck fast.
+        """Return the task under all constraints.
 
         Raises:
             InfeasiblePlanError: if no assignment satisfies all constraints; it names some that
                 conflict and the best reachable target.
         """
         task = self.task()
-        fastest = assignment_of_most_gain(task)
-        if fastest is None:
+        if assignment_of_most_gain(task) is None:
             raise self._infeasible()
-        if self.balance != "bottleneck":
-            return task
-        # With all the gain that the other constraints allow, the slowest stage takes `slowest`. No
-        # stage may take longer: base - rate * gain <= slowest is a floor of the stage's gain.
-        bases = self.table.stage_bases
-        rate = self.table.rate
-        gains = self.table.stage_gains(fastest)
-        times = [base - rate * gain for base, gain in zip(bases, gains, strict=True)]
-        slowest = max(times) * (1 + NOISE)
-        return replace(task, stage_floors=tuple((base - slowest) / rate for base in bases))
+        return task
 
     def _allowed(self, on: set[str]) -> Mask:
         """Return the columns that the active constraints leave, [n, k]."""
@@ -307,13 +292,6 @@ def changes(table: OptionTable, previous: Ints | None) -> Floats:
     differs = np.arange(table.losses.shape[1]) != previous[:, None]
     changed: Floats = (is_available[:, None] & differs).astype(np.float64)
     return changed
-
-
-def _integer_floors(gains: IntegerGains, group: Ints, floors: Sequence[Fraction]) -> IntegerFloors:
-    # Gains are never negative. A floor far below 0 would not fit the solver's integers.
-    pairs = zip(floors, gains.units, strict=True)
-    least = [max(0, math.ceil(floor / unit)) for floor, unit in pairs]
-    return IntegerFloors(gains.coefficients, group, np.array(least))
 
 
 def _pin(

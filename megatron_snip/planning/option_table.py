@@ -7,19 +7,18 @@ For linear l and option q:
     efficiency of an assignment x  =  sum_l gain[l, x_l] / sum_l max_gain[l]
 
 The setting `cost` decides what a gain is. `flops` (arXiv:2602.01410, Sec. 5): the share of linear
-FLOPs in the lowest precision. The time serves only to find the slowest pipeline stage: there a GEMM
-in the lowest precision takes half the time of one in any other format.
+FLOPs in the lowest precision.
 
-    max_gain = flops               gain = flops * saving        time = flops - gain / 2
+    max_gain = flops               gain = flops * saving
 
 `time`: seconds saved as a share of the seconds that can be saved, from a measured table. `slowest`
 and `fastest` are over all options that the problem lists for the linear, also those that no plan
 may use because their quality loss is null:
 
-    max_gain = slowest - fastest   gain = slowest - seconds     time = slowest - gain
+    max_gain = slowest - fastest   gain = slowest - seconds
 
-In both, time = base - rate * gain. The efficiency of a stage that can gain nothing is 1. Sums
-are exact (rational arithmetic), and the efficiency is rounded to a double once, at the end.
+The efficiency of a stage that can gain nothing is 1. Sums are exact (rational arithmetic), and the
+efficiency is rounded to a double once, at the end.
 
 The solver needs integers. With a unit u, `sum of gains >= least` becomes
 `sum of ceil(gain / u) >= ceil(least / u)`:
@@ -59,9 +58,6 @@ NOISE = Fraction(1, 10**12)
 
 MAX_SUM = 2**46
 """Sums of a row's integers stay below this (plus rounding): exact in int64 and in a double."""
-
-RATES: dict[EfficiencyMeasure, Fraction] = {"flops": Fraction(1, 2), "time": Fraction(1)}
-"""Time that a gain of 1 saves."""
 
 _SIMPLE_DENOMINATOR = 64
 _MAX_UNIT_DENOMINATOR = 2**80
@@ -115,14 +111,12 @@ class WorkClass(NamedTuple):
         options: Names of the options, by column. The last one may be a bf16 that the problem does
             not list (see `OptionTable`).
         num_listed: Number of options that the problem lists.
-        base: Time of a linear without any saving.
         max_gain: Largest possible gain of a linear.
         gains: Gain of each option, by column.
     """
 
     options: tuple[str, ...]
     num_listed: int
-    base: Fraction
     max_gain: Fraction
     gains: tuple[Fraction, ...]
 
@@ -150,7 +144,6 @@ class OptionTable:
 
     Attributes:
         problem: The problem that the arrays come from.
-        rate: Time that a gain of 1 saves.
         classes: The distinct classes of linears.
         class_of: The index into `classes` of each linear, [n].
         listed: True where the problem lists the option, [n, k].
@@ -160,7 +153,6 @@ class OptionTable:
     """
 
     problem: PlanningProblem
-    rate: Fraction
     classes: tuple[WorkClass, ...]
     class_of: Ints
     listed: Mask
@@ -193,12 +185,6 @@ class OptionTable:
         """Largest possible gain of each stage."""
         max_gains = [each.max_gain for each in self.classes]
         return tuple(self._total(rows, max_gains) for rows in self.members)
-
-    @cached_property
-    def stage_bases(self) -> tuple[Fraction, ...]:
-        """Time of each stage without any saving."""
-        bases = [each.base for each in self.classes]
-        return tuple(self._total(rows, bases) for rows in self.members)
 
     @cached_property
     def max_gain(self) -> Fraction:
@@ -322,7 +308,6 @@ def make_table(problem: PlanningProblem, measure: EfficiencyMeasure) -> OptionTa
         losses[row, : len(own)] = [math.nan if loss is None else loss for loss in own]
     return OptionTable(
         problem=problem,
-        rate=RATES[measure],
         classes=tuple(classes),
         class_of=class_of,
         listed=listed,
@@ -343,18 +328,17 @@ def _work_class(linear: LinearChoices, measure: EfficiencyMeasure) -> WorkClass:
     options = tuple(linear.options)
     num_listed = len(options)
     if measure == "flops":
-        base = as_fraction(linear.flops)
-        max_gain = base
-        gains = [base * as_fraction(option.saving) for option in linear.options.values()]
+        max_gain = as_fraction(linear.flops)
+        gains = [max_gain * as_fraction(option.saving) for option in linear.options.values()]
         if str(BF16) not in options:
             options = (*options, str(BF16))
             gains.append(Fraction(0))
     else:
         seconds = [_seconds(linear, name) for name in options]
-        base = max(seconds)
-        max_gain = base - min(seconds)
-        gains = [base - taken for taken in seconds]
-    return WorkClass(options, num_listed, base, max_gain, tuple(gains))
+        slowest = max(seconds)
+        max_gain = slowest - min(seconds)
+        gains = [slowest - taken for taken in seconds]
+    return WorkClass(options, num_listed, max_gain, tuple(gains))
 
 
 def _seconds(linear: LinearChoices, name: str) -> Fraction:

@@ -163,7 +163,7 @@ def _steps(task: Task, start: Ints, items: Iterable[Item]) -> Iterator[tuple[int
     last of its three GEMMs is lowered.
     """
     lowest = columns_of_most_gain(task)
-    gains = task.integer_floors[-1].gains
+    gains = task.table.integer_gains.coefficients
     columns = start.copy()
     lowered: dict[int, Option] = {}
     for row, gemm in items:
@@ -192,20 +192,13 @@ def apply_needed(task: Task, start: Ints, steps: Iterable[tuple[int, int]]) -> I
         [n] columns; they satisfy the task if the steps suffice.
     """
     columns = start.copy()
-    remaining = list(steps)
-    # The stages' floors come first. What they do not need is left for the overall floor.
-    for floors in task.integer_floors:
-        gains = floors.gains
-        missing = floors.missing(columns)
-        steps = remaining
-        remaining = []
-        for row, column in steps:
-            group = floors.group[row]
-            if missing[group] > 0:
-                missing[group] -= gains[row, column] - gains[row, columns[row]]
-                columns[row] = column
-            else:
-                remaining.append((row, column))
+    floors = task.integer_floors
+    missing = floors.missing(columns)
+    for row, column in steps:
+        group = floors.group[row]
+        if missing[group] > 0:
+            missing[group] -= floors.gains[row, column] - floors.gains[row, columns[row]]
+            columns[row] = column
     return columns
 
 
@@ -257,7 +250,7 @@ def _by_score(score: str, per_gain: bool = False) -> Order:
         rows = np.flatnonzero(lowest != highest)  # others cannot be lowered
         scores = np.array([_score(request, score, int(row), int(lowest[row])) for row in rows])
         if per_gain:
-            gains = task.integer_floors[-1].gains
+            gains = task.table.integer_gains.coefficients
             scores = scores / (gains[rows, lowest[rows]] - gains[rows, highest[rows]])
         ranks = np.argsort(scores, kind="stable")
         return [int(row) for row in rows[ranks]]
@@ -346,7 +339,7 @@ def _norms_per_gain(request: Request, task: Task) -> dict[Item, float]:
     """
     lowest = columns_of_most_gain(task)
     highest = columns_of_least_gain(task)
-    gains = task.integer_floors[-1].gains
+    gains = task.table.integer_gains.coefficients
     bounds = {}
     for row in np.flatnonzero(lowest != highest).tolist():  # others cannot be lowered
         gain = float(gains[row, lowest[row]] - gains[row, highest[row]])

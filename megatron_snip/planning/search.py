@@ -206,17 +206,11 @@ class Search:
         number = np.zeros(part[free].shape, dtype=np.int64)
         number[rows, columns] = np.arange(len(rows))
         owner = free[rows]
-        constraints: list[tuple[Ints, int]] = []
-        for floors in choices.integer_floors:
-            gains = floors.gains[owner, columns]
-            group = floors.group[owner]
-            still_missing = floors.missing(found, fixed).tolist()  # what free linears must gain
-            for p in np.unique(floors.group).tolist():
-                constraints.append((np.where(group == p, gains, 0), still_missing[p]))
+        still_missing = choices.missing(found, fixed)  # what free linears must gain
         core = Core(
             starts=np.concatenate(([0], np.cumsum(counts[free]))),
             cost=choices.cost[owner, columns],
-            rows=tuple(constraints),
+            rows=((choices.gains[owner, columns], still_missing),),
             hint=number[np.arange(len(free)), self.best[free]],
         )
         answer = solve_core(core, effort)
@@ -249,28 +243,25 @@ class Search:
 
 
 def round_up(choices: ChoiceSet, dual: Dual) -> Ints:
-    """Move linears from the dual's `below` to its `above` until every constraint holds.
+    """Move linears from the dual's `below` to its `above` until the floor is reached.
 
-    At the dual's prices equal linears tie, and moving all of them would gain more than is needed.
+    At the dual's price equal linears tie, and moving all of them would gain more than is needed.
     So they are moved one by one, those of largest gain first, as long as a gain is not larger than
     what is still missing. If something is missing then, one more linear is moved: the one of least
     gain among those that were too large.
     """
     columns = dual.below.copy()
-    for floors in choices.integer_floors:
-        lacking = floors.missing(columns)
-        step = floors.gains_of(dual.above) - floors.gains_of(columns)
-        skipped: dict[int, int] = {}
-        for i in np.argsort(-step, kind="stable"):
-            group = int(floors.group[i])
-            if step[i] <= 0:
-                break
-            if step[i] <= lacking[group]:
-                columns[i] = dual.above[i]
-                lacking[group] -= step[i]
-            elif lacking[group] > 0:
-                skipped[group] = i  # the last one stays: it gains least
-        for group, i in skipped.items():
-            if lacking[group] > 0:
-                columns[i] = dual.above[i]
+    lacking = choices.missing(columns)
+    step = choices.gains_of(dual.above) - choices.gains_of(columns)
+    skipped: int | None = None
+    for i in np.argsort(-step, kind="stable").tolist():
+        if step[i] <= 0:
+            break
+        if step[i] <= lacking:
+            columns[i] = dual.above[i]
+            lacking -= int(step[i])
+        elif lacking > 0:
+            skipped = i  # the last one stays: it gains least
+    if skipped is not None and lacking > 0:
+        columns[skipped] = dual.above[skipped]
     return columns

@@ -22,10 +22,7 @@ class PlanSettings(Section):
     policies `uniform-OPTION` ignore target and balance."""
 
     pipeline_balance: PipelineBalance = "none"
-    """`none`: the target holds for the model. `stage`: the target holds in every pipeline stage.
-    `bottleneck`: the slowest stage is made as fast as its pins allow, then the quality loss is
-    minimized without making it slower. The target holds for the model. Stages with less work
-    use higher precision for as long as they have time."""
+    """`none`: the target holds for the model. `stage`: the target holds in every pipeline stage."""
 
     pins: tuple[tuple[str, str], ...] = ()
     """(glob, option) pairs: every linear whose name matches has that option. Two pins with

@@ -3,7 +3,7 @@
 controller    the order of an iteration: apply a due plan, observe, run under the guard, plan
 current_plan  the plan that the linears run: applied, replaced, kept on an error, reported
 schedule      which iterations measure, and when a new target may be planned for
-observation   one refresh, from the first part of the linears to the planning problem
+observation   one refresh, from the measured iteration to the planning problem
 plans         which plan a run starts with, or resumes with
 fitting       plans and problems of another run, made to fit the settings and linears of this one
 feasibility   settings that no plan satisfies, and the default target that one can reach

@@ -5,8 +5,8 @@
     observe    if a refresh is due, the iteration is measured while it runs; at its end the
                statistics are summed over ranks
     run        the forward-backward, again under another plan if the guard demands it
-    plan       after the last part of a refresh all ranks make a planning problem, and rank 0 gives
-               it to the solver's process; its plan is due `lag` iterations later
+    plan       after a refresh all ranks make a planning problem, and rank 0 gives it to the
+               solver's process; its plan is due `lag` iterations later
 
 If measuring, planning or applying fails on one rank, all ranks keep the current plan and continue,
 and rank 0 warns. A new plan that makes the loss jump or NaN is reverted (guard.py).
@@ -24,7 +24,6 @@ import torch
 from megatron_snip.collectives import RemoteFailure
 from megatron_snip.config import SnipConfig
 from megatron_snip.errors import PlanningError
-from megatron_snip.formats import is_delayed
 from megatron_snip.linears.availability import resolve_formats
 from megatron_snip.linears.discovery import current_topology
 from megatron_snip.linears.model import PlannedModel
@@ -248,26 +247,24 @@ class SnipController:
         self._apply_due_plan(iteration, kwargs.get("num_microbatches", 1))
         self.model.gather_weights(self._optimizer)
         self._begin_due_refresh(iteration)
-        # Which part of the linears this iteration measures; None: it does not measure.
-        part = self._schedule.take_part(iteration)
+        measures = self._schedule.measures(iteration)
         observation = None
         # A step of fused MLPs is measured in an extra run without the fusion.
-        has_extra_run = part is not None and self.model.has_fused_mlps
+        has_extra_run = measures and self.model.has_fused_mlps
         may_repeat = self._guard.is_judging or has_extra_run
         step = TrainingStep(function, kwargs, may_repeat)
-        if part is None:
-            self._replanner.plan_for_new_target(iteration)
-        else:
-            num_parts = self._schedule.iterations_per_refresh
-            observation = self._observations.begin(iteration, part, num_parts)
+        if measures:
+            observation = self._observations.begin(iteration)
             self._observations.observe_unfused(observation, iteration, step)
+        else:
+            self._replanner.plan_for_new_target(iteration)
         with self._observations.observing_step(observation):
             outcome = self._guard.run(iteration, step, self.plan)
         self._take_guards_decision(iteration, outcome)
         self._observations.end(observation, step, outcome)
-        if part is not None or outcome.was_judged or is_repeated:
+        if measures or outcome.was_judged or is_repeated:
             self._current.step_times.leave_out()
-        if self._schedule.is_last(part):
+        if measures:
             self._finish_refresh(iteration)
         return outcome.results
 
@@ -316,28 +313,21 @@ class SnipController:
             added = Metrics(metrics, is_addition=True)
             self._reporter.write(Event(self.evaluations.iteration, added))
 
-    def state(self, iteration: int, of_all_ranks: bool = True) -> ControllerState:
-        """Return what a checkpoint after `iteration` keeps.
+    def state(self, iteration: int) -> ControllerState:
+        """Return what a checkpoint after `iteration` keeps; the same on all ranks.
 
         Megatron's rerun state machine may give up an iteration whose result it doubts, and save a
         checkpoint of the iteration before it. A resumed run then repeats the iteration from there.
 
         Args:
             iteration: the last iteration done; or i - 1, if Megatron gave up iteration i.
-            of_all_ranks: True: all ranks call it together and get the same. False: nothing is
-                exchanged; histories of delayed scaling are those of this rank's linears.
         """
         before = self._before
         is_given_up = before is not None and before.iteration == iteration
         state = before if before is not None and is_given_up else self._state_now(iteration)
-        formats = {name for option in state.plan.linears.values() for name in option.formats}
-        delayed_scaling = {}
-        if any(map(is_delayed, formats.union(self.config.named_formats))):
-            delayed_scaling = self.model.delayed_scaling(of_all_ranks, before_iteration=is_given_up)
-        settings = self._plans.reported_settings()
         # A resumed run reads what this run wrote up to here.
         self._reporter.flush()
-        return replace(state, delayed_scaling=delayed_scaling, settings=settings)
+        return replace(state, settings=self._plans.reported_settings())
 
     def _state_now(self, iteration: int) -> ControllerState:
         """Return the state after `iteration`, without what takes time to collect.
@@ -386,7 +376,6 @@ class SnipController:
         self._schedule.load_state_dict(state.schedule)
         self._observations.load_state_dict(state.observations)
         self._alerts.load_state_dict(state.alerts)
-        self.model.runtime.delayed.load_state_dict(state.delayed_scaling)
         guard = state.guard
         if guard is not None and guard.first_fallback is not None:
             fitted, _ = self._plans.fitting.plan(guard.first_fallback)
@@ -512,7 +501,7 @@ class SnipController:
         self._current.change(iteration, plan)
 
     def _finish_refresh(self, iteration: int) -> None:
-        """All ranks: end a refresh if all its parts were measured; submit its problem."""
+        """All ranks: end a refresh if it was measured on every rank; submit its problem."""
         with self._current.kept_on_error(iteration):
             self._observations.complete()
             target = self._plans.targets.at(iteration + self.config.lag)

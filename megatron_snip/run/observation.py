@@ -1,10 +1,10 @@
 """Observing: from training iterations to statistics, divergences and a planning problem.
 
-begin          the linears of one part are chosen; the sensitivities of their weights are gathered
+begin          the sensitivities of the linears' weights are gathered
 observing_step their forward and backward are observed while the iteration runs; with fused MLPs in
                an additional, unfused run before it (`observe_unfused`)
-end            all-reduces over ranks; adds the part to the growing running mean of the statistics
-complete       after the last part: the growing mean becomes the running mean
+end            all-reduces over ranks
+complete       adds what was measured to the running mean of the statistics
 measurement    statistics -> divergences -> planning problem
 """
 
@@ -12,7 +12,7 @@ import logging
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -42,7 +42,7 @@ from megatron_snip.run.step import (
     prepare_next_pass,
     tolerating_non_finite,
 )
-from megatron_snip.statistics.health_table import HealthTable, LinearHealth
+from megatron_snip.statistics.health_table import HealthTable
 from megatron_snip.statistics.observer import StepObserver
 from megatron_snip.statistics.optimizer_state import steps_of_moments
 from megatron_snip.statistics.records import StatisticsTable, running_mean
@@ -58,11 +58,11 @@ MIN_OPTIMIZER_STEPS = 10
 
 @dataclass(frozen=True)
 class Observation:
-    """One iteration that measures a part of the linears.
+    """One iteration that measures the linears.
 
     Attributes:
         observer: what the linears call in their forward and backward.
-        weights: this rank's weights of the linears that are measured.
+        weights: this rank's weights of the linears.
         sensitivities: how strongly the optimizer's update reacts to each weight's gradient.
         runtime: what the linears share.
         dispatch: counts which data rank sent which rows to an expert.
@@ -82,28 +82,28 @@ class Observation:
 
 
 @dataclass(frozen=True)
-class _Progress:
-    """What was measured so far.
+class _Refresh:
+    """What a refresh has measured.
 
     Attributes:
-        mean: the running mean of the statistics at the end of the last refresh that measured every
-            part, or None before the first one.
-        growing: the same with the parts that were measured since the refresh began.
-        seconds: `StepObserver.seconds`, added up since the refresh began.
-        failure: why a part could not be measured since the refresh began (the first reason), or
-            None.
-        health: {linear: its health}, of the parts that were measured since the refresh began.
+        table: its statistics, or None if it failed.
+        health: of the measured iteration.
+        seconds: that measuring added (`StepObserver.seconds`).
+        failure: why it could not be measured, or None.
     """
 
-    mean: StatisticsTable | None = None
-    growing: StatisticsTable | None = None
+    table: StatisticsTable | None = None
+    health: HealthTable = field(default_factory=lambda: HealthTable(0, ()))
     seconds: float = 0.0
     failure: str | None = None
-    health: Mapping[str, LinearHealth] = field(default_factory=dict)
 
 
 class Observations:
-    """The measurements of a run; all ranks call every method together."""
+    """The measurements of a run; all ranks call every method together.
+
+    Attributes:
+        mean: the running mean of the statistics, or None before the first complete refresh.
+    """
 
     def __init__(
         self, config: SnipConfig, model: PlannedModel, available: AvailableOptions, optimizer: Any
@@ -124,16 +124,11 @@ class Observations:
         self._optimizer = optimizer
         self._topology = model.runtime.topology
         self._dispatch = ExpertDispatch(model.chunks, self._topology)
-        self._progress = _Progress()
-        # Megatron may repeat an iteration. Then the second run starts from the progress before the
-        # first one.
-        self._last_measured_iteration: int | None = None
-        self._progress_before = _Progress()
-
-    @property
-    def mean(self) -> StatisticsTable | None:
-        """The running mean of the statistics, or None before the first complete refresh."""
-        return self._progress.mean
+        self.mean: StatisticsTable | None = None
+        self._refresh = _Refresh()
+        # Megatron may repeat an iteration. Its last run counts, on top of the mean before it.
+        self._measured_iteration: int | None = None
+        self._mean_before: StatisticsTable | None = None
 
     def may_begin(self) -> bool:
         """All ranks: whether AdamW's moments have seen enough steps on every rank."""
@@ -145,39 +140,32 @@ class Observations:
         is_young = steps is not None and steps < MIN_OPTIMIZER_STEPS
         return not self._topology.control.any(is_young)
 
-    def begin(self, iteration: int, part: int, num_parts: int) -> Observation | None:
-        """All ranks: prepare to measure a part of the linears while an iteration runs.
+    def begin(self, iteration: int) -> Observation | None:
+        """All ranks: prepare to measure the linears while an iteration runs.
 
         If Megatron repeats the iteration that was measured last, the new run counts.
 
         Args:
             iteration: the iteration that is about to run.
-            part: which part; part 0 begins a new refresh.
-            num_parts: the number of parts of all linears.
 
         Returns:
             None if a rank fails; then `complete` raises.
         """
-        if iteration == self._last_measured_iteration:
-            self._progress = self._progress_before
-        self._last_measured_iteration = iteration
-        self._progress_before = self._progress
-        if part == 0:
-            self._progress = _Progress(self.mean, growing=self.mean)
-        # Every num_parts-th linear, so that each part has linears of all depths and stages.
-        measured = self._model.all_linears[part::num_parts]
-        names = frozenset(linear.name for linear in measured)
-        weights = self._model.weights(names)
+        if iteration == self._measured_iteration:
+            self.mean = self._mean_before
+        self._measured_iteration = iteration
+        self._mean_before = self.mean
+        weights = self._model.weights()
         try:
             # Under `python -m megatron_snip --cpu` every call of torch is inspected, to redirect
             # those that name CUDA. No call here does, so the inspection is skipped.
             with torch._C.DisableTorchFunction():
                 sensitivities = gather_sensitivities(weights, self._optimizer, self._topology)
         except RemoteFailure as failure:
-            self._fail(str(failure))
+            self._refresh = _Refresh(failure=str(failure))
             return None
         formats = self._model.measured_formats(self._formats)
-        settings = MeasureSettings(formats, iteration, self._model.runtime.seed, names)
+        settings = MeasureSettings(formats, iteration, self._model.runtime.seed)
         rows_by_sender = self._dispatch.rows_by_sender
         observer = StepObserver(settings, self._topology, sensitivities, rows_by_sender)
         runtime = self._model.runtime
@@ -246,29 +234,24 @@ class Observations:
         try:
             table, health = observation.observer.table(linears, grad_scale, loss, norms)
         except RemoteFailure as failure:
-            self._fail(str(failure))
+            self._refresh = _Refresh(failure=str(failure))
             return
         # `table` comes first: if measuring failed as well, that is the reason to report.
         if outcome.num_runs > 1:
-            self._fail("the guard ran this iteration again")
+            self._refresh = _Refresh(failure="the guard ran this iteration again")
             return
-        of_part = {linear.name: linear for linear in health.linears}
-        self._progress = replace(
-            self._progress,
-            growing=running_mean(self._progress.growing, table, self._config.stat_decay),
-            seconds=self._progress.seconds + observation.observer.seconds,
-            health={**self._progress.health, **of_part},
-        )
+        self._refresh = _Refresh(table, health, observation.observer.seconds)
 
     def complete(self) -> None:
-        """Add what was measured since the refresh began to `mean`; the same on all ranks.
+        """Add what the refresh measured to `mean`; the same on all ranks.
 
         Raises:
-            PlanningError: with the first reason, if a part was not measured. Then nothing is added.
+            PlanningError: with the reason, if it was not measured. Then nothing is added.
         """
-        if self._progress.failure is not None:
-            raise PlanningError(self._progress.failure)
-        self._progress = replace(self._progress, mean=self._progress.growing)
+        measured = self._refresh
+        if measured.table is None:
+            raise PlanningError(measured.failure or "nothing was measured")
+        self.mean = running_mean(self.mean, measured.table, self._config.stat_decay)
 
     def suffice(self) -> bool:
         """Whether the linears were measured in every format of the options: enough for a plan.
@@ -297,11 +280,7 @@ class Observations:
         problem = self._available.restrict(planning_problem(divergences, target))
         pins = self._config.planning_values()["pins"]
         problem = problem.model_copy(update={"pins": pins})
-        table = divergences.statistics
-        found = self._progress.health
-        linears = tuple(found[linear.name] for linear in table.linears if linear.name in found)
-        health = HealthTable(table.iteration, linears)
-        return Measurement(divergences, problem, self._progress.seconds, health)
+        return Measurement(divergences, problem, self._refresh.seconds, self._refresh.health)
 
     def loss_divergence(self, plan: PrecisionPlan) -> float | None:
         """Return a plan's loss divergence by the measurements so far; None without any."""
@@ -332,10 +311,5 @@ class Observations:
 
     def load_state_dict(self, state: StatisticsTable | None) -> None:
         """Continue with the measurements of a stopped run."""
-        self._progress = _Progress(mean=state)
-        self._last_measured_iteration = None
-
-    def _fail(self, reason: str) -> None:
-        """Remember the first reason why a part was not measured."""
-        if self._progress.failure is None:
-            self._progress = replace(self._progress, failure=reason)
+        self.mean = state
+        self._measured_iteration = None

@@ -1,15 +1,13 @@
 """When a run measures and when it plans; the same on all ranks.
 
-    iteration i           a refresh is due: part 0 of the linears is measured
-    i + 1, i + 2, ...     its other parts, one an iteration (`--snip-measure-fraction`); the
-                          refresh ends with the last part
-    last part + lag       the plan of the refresh is applied
+    iteration i     a refresh is due, and is measured in this iteration
+    i + lag         its plan is applied
 
 `RefreshSchedule` counts iterations. The controller decides whether a refresh that is due may begin:
 the optimizer's moments may be too young, or a plan may still be on its way.
 
 Megatron may skip iterations (`--iterations-to-skip`). So a refresh is due from its turn on, until
-one begins, and a part that would be measured in a skipped iteration is measured in the next one.
+it is measured.
 """
 
 from dataclasses import dataclass
@@ -23,9 +21,9 @@ class ScheduleState:
     """What a checkpoint keeps of the refresh schedule.
 
     Attributes:
-        refreshed: the first iteration of the last refresh that began, or None.
-        due_since: if a refresh is due, or has measured some of its parts only: the iteration from
-            which it was due. A resumed run begins it at once. None if no refresh is due.
+        refreshed: the iteration of the last refresh, or None.
+        due_since: if a refresh is due, the iteration from which it was due. A resumed run begins it
+            at once. None if no refresh is due.
     """
 
     refreshed: int | None = None
@@ -33,14 +31,12 @@ class ScheduleState:
 
 
 class RefreshSchedule:
-    """Which iterations measure which part of the linears.
+    """Which iterations measure the linears.
 
     Attributes:
         plans_without_statistics: whether the policy needs no statistics. Then it plans before the
             first iteration, and again only if the target changes (by schedule or healing).
         changes_plans: whether refreshes or changes of the target lead to new plans.
-        iterations_per_refresh: number of iterations that one refresh measures, each of them a part
-            of the linears.
         is_waiting: whether a refresh is due and waits until it may begin.
     """
 
@@ -49,23 +45,18 @@ class RefreshSchedule:
         self.plans_without_statistics = not get_policy(config.policy).needs_statistics
         plans_again = config.target_changes or not self.plans_without_statistics
         self.changes_plans = plans_again and not config.collect_only
-        self.iterations_per_refresh = config.iterations_per_refresh
         self.is_waiting = False
         self._measures = config.collect_only or not self.plans_without_statistics
         self._config = config
         self._refreshed: int | None = None
         self._due_from = self._turn_after(num_done)
-        # Parts of the last refresh that were measured; all of them if no refresh is under way.
-        self._num_measured = self.iterations_per_refresh
-        self._last_measured_iteration: int | None = None
 
     def is_due(self, iteration: int, wanted_at: int | None = None) -> bool:
         """Return whether a refresh should begin with an iteration.
 
         Args:
             iteration: the iteration that is about to run.
-            wanted_at: an iteration from which a refresh is wanted out of turn, or None. A refresh
-                that is under way then begins again.
+            wanted_at: an iteration from which a refresh is wanted out of turn, or None.
         """
         if not self._measures or iteration < self._config.start_step:
             return False
@@ -73,13 +64,17 @@ class RefreshSchedule:
             has_begun_since = self._refreshed is not None and self._refreshed >= wanted_at
             if not has_begun_since:
                 return True
-        return iteration >= self._due_from and not self._is_under_way
+        return iteration >= self._due_from
 
     def begin(self, iteration: int) -> None:
-        """Begin a refresh with an iteration."""
+        """Begin a refresh: this iteration measures."""
         self.is_waiting = False
         self._refreshed = iteration
-        self._num_measured = 0
+        self._due_from = self._turn_after(iteration)
+
+    def measures(self, iteration: int) -> bool:
+        """Whether an iteration measures. One that Megatron repeats measures again."""
+        return iteration == self._refreshed
 
     def wait(self, iteration: int) -> None:
         """Keep a refresh that cannot begin with an iteration due in the next one."""
@@ -89,24 +84,6 @@ class RefreshSchedule:
     def leave_out(self, iteration: int) -> None:
         """Leave out a refresh whose turn it is; the next one is due after `interval` iterations."""
         self._due_from = self._turn_after(iteration)
-
-    def take_part(self, iteration: int) -> int | None:
-        """Return which part of the linears an iteration measures; None if it measures nothing.
-
-        An iteration that is repeated measures the same part again.
-        """
-        if iteration != self._last_measured_iteration:
-            if not self._is_under_way:
-                return None
-            self._last_measured_iteration = iteration
-            self._num_measured += 1
-            # A refresh whose turn comes while this one measures is left out.
-            self._due_from = self._turn_after(iteration)
-        return self._num_measured - 1
-
-    def is_last(self, part: int | None) -> bool:
-        """Return whether a part is the last one of its refresh."""
-        return part == self.iterations_per_refresh - 1
 
     def may_plan_for_new_target(self, iteration: int) -> bool:
         """Return whether a plan for a new target is due before the next refresh begins.
@@ -119,11 +96,6 @@ class RefreshSchedule:
         is_in_time = self.plans_without_statistics or not comes_too_late
         return self.changes_plans and config.target_changes and is_in_time
 
-    @property
-    def _is_under_way(self) -> bool:
-        """Whether a refresh has begun and has parts to measure."""
-        return self._num_measured < self.iterations_per_refresh
-
     def _turn_after(self, iteration: int) -> int:
         """Return the first iteration after another one at which a refresh begins by its turn."""
         config = self._config
@@ -132,20 +104,12 @@ class RefreshSchedule:
         return iteration + config.interval - (iteration - config.start_step) % config.interval
 
     def state_dict(self, iteration: int) -> ScheduleState:
-        """Return what a checkpoint after an iteration keeps.
-
-        Parts of a refresh are not kept: a resumed run measures all of them, so that every linear is
-        measured by the same settings.
-        """
-        due_since = None
-        if self._is_under_way:
-            due_since = self._refreshed
-        elif self._measures and self._due_from <= iteration:
-            due_since = self._due_from
-        return ScheduleState(self._refreshed, due_since)
+        """Return what a checkpoint after an iteration keeps."""
+        is_due = self._measures and self._due_from <= iteration
+        return ScheduleState(self._refreshed, self._due_from if is_due else None)
 
     def load_state_dict(self, state: ScheduleState) -> None:
-        """Continue after the refresh of a stopped run, or begin it at once if it has not ended."""
+        """Continue after the last refresh of a stopped run; begin at once one that was due."""
         self._refreshed = state.refreshed
         if state.due_since is not None:
             self._due_from = state.due_since

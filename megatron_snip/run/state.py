@@ -11,18 +11,15 @@ the controller that has a state (docs/life-of-a-plan.md):
      "solve": null | {"iteration": int, "apply_at": int, "problem": {a problem file's object}},
      "guard": null | {a GuardState's},
      "observations": null | {a StatisticsTable's},
-     "alerts": [[alert, linear], ...],
-     "delayed_scaling": {linear: base64}}
+     "alerts": [[alert, linear], ...]}
 
 `run_id` is the text in the marker of the run's directory (directory.py); checkpoints of release
-0.2.0 have none. `plan` and `history` are CurrentPlan's, `target` is the Replanner's, and
-`delayed_scaling` is that of linears.delayed_scaling. The others have the names of their owners.
-
-Version 2 has other names and no `due_since`; it is still read.
+0.2.0 have none, and have `delayed_scaling` as well, histories of linears that simulated delayed
+scaling; these are not read. `plan` and `history` are CurrentPlan's, `target` is the Replanner's.
+The others have the names of their owners.
 
 If the solver was working on a plan, its problem is stored: the resumed run solves it again, and
-with the same lag applies the plan at the same iteration. If a refresh had measured some of its
-parts only, they are not stored, and the resumed run begins that refresh again.
+with the same lag applies the plan at the same iteration.
 """
 
 import logging
@@ -70,7 +67,6 @@ class ControllerState:
         guard: the losses and the refused plans; None without a guard.
         observations: the running mean of the measurements, or None.
         alerts: (alert of --snip-alert, linear) that were reported.
-        delayed_scaling: histories of simulated delayed scaling, by linear (and expert).
         settings: settings and versions whose change a resumed run reports, as text.
     """
 
@@ -84,7 +80,6 @@ class ControllerState:
     guard: GuardState | None = None
     observations: Annotated[StatisticsTable, OwnSchema()] | None = None
     alerts: Alerted = ()
-    delayed_scaling: Mapping[str, str] = field(default_factory=dict)
     settings: Mapping[str, str] = field(default_factory=dict)
 
     def for_weights_of(self, iteration: int) -> Self:
@@ -128,17 +123,15 @@ class ControllerState:
             UsageError: one line that names `source` and what is wrong.
         """
         version = value.get("version") if isinstance(value, dict) else None
-        if version == 2:
-            value = _from_version_2(value)
-            version = SCHEMA_VERSION
         if version != SCHEMA_VERSION:
             got = shortened(repr(version), 80)
             raise UsageError(
-                f"{source}: version {got}; this megatron-snip reads version 2 or {SCHEMA_VERSION}; "
+                f"{source}: version {got}; this megatron-snip reads version {SCHEMA_VERSION}; "
                 "resume with the megatron-snip that wrote it, or start a new run from its weights "
                 "(Megatron's --finetune) and its last plan (--snip-plan-file)"
             )
-        value = value | {"guard": _guard(value.get("guard"), source)}
+        value = {key: part for key, part in value.items() if key != "delayed_scaling"}
+        value |= {"guard": _guard(value.get("guard"), source)}
         try:
             state = checked(cls, value, f"{source} is damaged")
             state.check_order(f"{source} is damaged")
@@ -286,21 +279,6 @@ def resumed_state(loaded: Any, iteration: int) -> tuple[ControllerState | None, 
         f"resumes after {iteration}; its plan is used; a refresh in flight is dropped, and the "
         "guard starts anew"
     )
-
-
-_RENAMED = {
-    "pending": "solve",
-    "statistics": "observations",
-    "alerted": "alerts",
-}
-"""Keys of version 2, and what they are since."""
-
-
-def _from_version_2(value: dict[str, Any]) -> dict[str, Any]:
-    """Return a state of version 2 under the names of version 3."""
-    found = {_RENAMED.get(name, name): part for name, part in value.items() if name != "version"}
-    found["schedule"] = {"refreshed": found.pop("refreshed", None)}
-    return found
 
 
 def _guard(value: Any, source: str) -> GuardState | None:

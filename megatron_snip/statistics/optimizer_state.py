@@ -4,7 +4,6 @@ D is the derivative of the next update with respect to the gradient, element by 
 
     AdamW       update = m^ / (sqrt(v^) + eps)   D = (1 - beta1) / (1 - beta1^t) / (sqrt(v^) + eps)
     momentum    update = m                       D = 1 - dampening, with Nesterov 1 + mu D
-    Adafactor   update of RMS 1                  D = 1 / sqrt(v), v in factors
     Muon        update = orthogonalized m        D measured: one number for each weight
 
 with t the next step. Only D / |update| is used, so factors of both are left out. Without such state
@@ -38,9 +37,6 @@ from megatron_snip.log import warn_once_per_job
 from megatron_snip.statistics.sharded import local, model_weight, own_elements
 
 logger = logging.getLogger(__name__)
-
-FACTORS = (("row_var", "col_var"), ("exp_avg_sq_row", "exp_avg_sq_col"))
-"""State of Adafactor's second moments, in PyTorch and in Transformers and fairseq."""
 
 EIGENBASIS = frozenset({"GG", "Q_L"})
 """State of SOAP, in older and newer versions of its package. Its moments are those of the gradient
@@ -113,14 +109,6 @@ def _adam(shard: Shard) -> tuple[Tensor, Tensor] | None:
 
 def _unknown(shard: Shard) -> None:
     """Return no moments: those that the shard has say nothing of its elements."""
-
-
-def _adafactor(names: tuple[str, str], shard: Shard) -> tuple[Tensor, Tensor]:
-    rows, cols = (shard.state[name].float() for name in names)
-    rows = rows.reshape(-1, 1)
-    cols = cols.reshape(1, -1)
-    inverse_d = (rows / rows.mean()).sqrt() * cols.sqrt()
-    return inverse_d, torch.ones_like(inverse_d)
 
 
 def _momentum(shard: Shard) -> tuple[Tensor, Tensor]:
@@ -307,23 +295,19 @@ def _rule(
     """
     known = {name for name, value in state.items() if value is not None}
     is_matrix = len(shape) == 2
-    if is_matrix and is_complete:
-        for names in FACTORS:
-            if known.issuperset(names):
-                return partial(_adafactor, names)
-        if "momentum_buffer" in known:
-            is_muon = hasattr(inner, "orthogonalize") or "ns_steps" in group
-            if not is_muon:
-                return _momentum
-            part_rows = _muon_part_rows(inner, main_param)
-            return partial(_muon, part_rows, _muon_is_nesterov(inner, group))
+    if is_matrix and is_complete and "momentum_buffer" in known:
+        is_muon = hasattr(inner, "orthogonalize") or "ns_steps" in group
+        if not is_muon:
+            return _momentum
+        part_rows = _muon_part_rows(inner, main_param)
+        return partial(_muon, part_rows, _muon_is_nesterov(inner, group))
     in_eigenbasis = not known.isdisjoint(EIGENBASIS)
     is_unknown = bool(known - {"step"}) and ("exp_avg_sq" not in known or in_eigenbasis)
     if is_matrix and is_unknown:
         warn_once_per_job(
             logger,
             f"snip: the state of the optimizer {type(inner).__name__} is not known (AdamW's is; "
-            "those of Adafactor, Muon and momentum are where a rank holds a complete weight), so "
+            "those of Muon and momentum are where a rank holds a complete weight), so "
             "gradients stand for its updates",
         )
     return _unknown if in_eigenbasis else _adam

@@ -50,7 +50,7 @@ def with_and_without(values: dict[str, Any], folder: str) -> dict[str, Any]:
     with layout(values) as trainer:
         save_random_plan(trainer, file)
     frozen = {"collect_only": True, "plan_file": file}
-    observed = {"interval": 5, "start_step": 3, "measure_fraction": 0.34}
+    observed = {"interval": 5, "start_step": 3}
     return {
         "with": _train(values, {**frozen, **observed}),
         "without": _train(values, {**frozen, "start_step": STEPS + 1}),
@@ -90,8 +90,7 @@ def _train(values: dict[str, Any], snip: dict[str, Any]) -> dict[str, Any]:
 
 def check_no_trace(result: dict[str, Any]) -> None:
     with_refreshes, without = result["with"], result["without"]
-    # A third of the linears in each of three iterations; a refresh is of the last of them.
-    assert with_refreshes["refreshes"] == [5, 10, 15, 20, 25, 30]
+    assert with_refreshes["refreshes"] == [3, 8, 13, 18, 23, 28]
     assert without["refreshes"] == []
     assert all(value > 0 for value in with_refreshes["errors"])
     assert with_refreshes["options"] == without["options"] == ["fp4", "fp8"]

@@ -1,4 +1,4 @@
-"""Linears that are not measured: a frozen stage, a part that fails, a stop within a refresh."""
+"""Linears that are not measured: a frozen stage, and a refresh that fails on one rank."""
 
 from typing import Any
 from unittest import mock
@@ -18,9 +18,7 @@ SNIP: dict[str, Any] = {
     "efficiency_target": 0.5,
     "formats": "fp8,fp4",
 }
-"""Refreshes begin at iterations 2 and 6."""
-IN_PARTS = {**SNIP, "measure_fraction": 0.5}
-"""They measure in iterations 2 and 3, and 6 and 7."""
+"""Refreshes at iterations 2 and 6."""
 
 
 def on_ranks(name: str) -> list[Any]:
@@ -61,8 +59,8 @@ def test_a_frozen_pipeline_stage_stops_no_plan() -> None:
     assert any("no backward reached 4 of 8 linears" in text for text in first["warnings"])
 
 
-def train_with_failing_part() -> dict[str, Any]:
-    """On ranks: measuring fails in iteration 2, on one rank, in the first part of a refresh."""
+def train_with_failing_refresh() -> dict[str, Any]:
+    """On ranks: measuring fails in iteration 2, on one rank."""
     measure = observer.partial_sums
     with layout({**NARROW, **TP2}) as trainer:
 
@@ -72,7 +70,7 @@ def train_with_failing_part() -> dict[str, Any]:
             return measure(*args, **kwargs)
 
         means = []
-        controller = trainer.controller(IN_PARTS, SolverHere())
+        controller = trainer.controller(SNIP, SolverHere())
         with mock.patch.object(observer, "partial_sums", fail_once):
             for _ in range(9):
                 trainer.advance(1, controller)
@@ -86,33 +84,10 @@ def train_with_failing_part() -> dict[str, Any]:
         }
 
 
-def test_a_refresh_whose_part_fails_leaves_no_half_measurement() -> None:
+def test_a_refresh_that_fails_on_one_rank_leaves_no_half_measurement() -> None:
     """A plan for another target would come from it, and a resumed run's first plan."""
-    for found in on_ranks("train_with_failing_part"):
-        assert found["refreshes"] == [7]
-        assert found["means"][:6] == [None] * 6
-        assert None not in found["means"][6:]
+    for found in on_ranks("train_with_failing_refresh"):
+        assert found["refreshes"] == [6]
+        assert found["means"][:5] == [None] * 5
+        assert None not in found["means"][5:]
         assert found["unmeasured"] == []
-
-
-def train_in_two_parts() -> dict[str, Any]:
-    """On ranks: a run that is stopped between the parts of its first refresh, and resumed."""
-    with layout({**NARROW, **TP2}) as trainer:
-        controller = trainer.controller(IN_PARTS, SolverHere())
-        trainer.advance(2, controller)
-        state = controller.state(2)
-        controller.close()
-        controller = trainer.controller(IN_PARTS, SolverHere(), state)
-        trainer.advance(7, controller)
-        controller.close()
-        measured = [(iteration, len(m.health.linears)) for iteration, m in trainer.events.measured]
-        return {"kept": state.observations is not None, "measured": measured}
-
-
-def test_a_run_that_stops_within_a_refresh_measures_all_of_it_again() -> None:
-    first, second = on_ranks("train_in_two_parts")
-    assert first == second
-    assert not first["kept"]
-    (refresh, num_linears), (_, again) = first["measured"]
-    assert refresh == 4  # iterations 3 and 4
-    assert num_linears == again == 8

@@ -1,7 +1,5 @@
 """A job in delayed scaling, with Megatron's flags for its history: measuring, plans, a resume."""
 
-import pytest
-
 from tests.megatron.lab import (
     COLLECT_ONLY,
     SNIP,
@@ -19,7 +17,6 @@ DELAYED += HISTORY
 """An iteration has four microbatches, so the history covers one and a half."""
 SHORT = [*DELAYED, "--train-iters", "4"]
 PLANS = [*DELAYED, *SNIP, "--snip-formats", "bf16,fp8"]
-SIMULATED = [*HISTORY, *SNIP, "--snip-formats", "bf16,fp8_delayed_hybrid"]
 LOADS = {"NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE": "1"}
 """The history in a checkpoint is a pickle. Transformer Engine loads it only with this variable."""
 
@@ -42,18 +39,3 @@ def test_a_killed_run_resumes_bitwise(te_lab: Lab) -> None:
     assert weights(again) == weights(uninterrupted)
     assert applied_plans(again) == [9]
     assert set(recipes_of(uninterrupted.output, 5).values()) == {"bf16", "delayed_hybrid"}
-
-
-@pytest.mark.parametrize("ckpt_format", ["torch_dist", "torch"])
-def test_a_killed_run_that_simulates_it_resumes_bitwise(lab: Lab, ckpt_format: str) -> None:
-    """Each pipeline stage gets back the histories of its linears."""
-    flags = [*SIMULATED, "--ckpt-format", ckpt_format]
-    output = lab.output(f"uninterrupted-simulated-{ckpt_format}")
-    uninterrupted = lab.run("pp2", [*flags, *saving(output)])
-    folder = lab.output(f"killed-simulated-{ckpt_format}")
-    killed = lab.run("pp2", [*flags, *saving(folder)], {"TINY_KILL_AFTER": "7"})
-    assert all(status != 0 for status in killed.statuses), killed.report
-    again = lab.run("pp2", [*flags, "--load", str(folder)])
-    assert weights(again) == weights(uninterrupted)
-    assert applied_plans(again) == [9]
-    assert set(recipes_of(uninterrupted.output, 5).values()) == {"megatron", "simulated"}

@@ -80,8 +80,6 @@ def test_tiles_and_scales_are_those_of_the_sources() -> None:
         "fp8_blockwise_hybrid": (8, 128, (128, 128), "e8m0", False),
         "fp8_tensorwise": (8, 128, (128, 128), "tensor", False),
         "fp8_tensorwise_hybrid": (8, 128, (128, 128), "tensor", False),
-        "fp8_delayed": (8, 128, (128, 128), "delayed", False),
-        "fp8_delayed_hybrid": (8, 128, (128, 128), "delayed", False),
         "fp4": (4, 128, (128, 128), "fp32", True),
         "mxfp8": (8, 32, (1, 32), "e8m0", False),
         "mxfp8_hybrid": (8, 32, (1, 32), "e8m0", False),
@@ -118,6 +116,8 @@ def test_text_comes_back(text: str) -> None:
         ("fp4-fp8", "is not an option; write one format"),
         ("fp4-fp8-bf16-fp8", "is not an option; write one format"),
         ("fp4-fp8-int8", "unknown format 'int8'; known: bf16, fp8, fp4"),
+        ("fp8_delayed", "run the job in Transformer Engine's delayed scaling .* and name fp8"),
+        ("fp8_delayed_hybrid", "is no longer simulated"),
     ],
 )
 def test_other_text_is_refused(text: str, message: str) -> None:

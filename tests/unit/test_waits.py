@@ -9,11 +9,13 @@ import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 
+from megatron_snip.linears.quantized_linear import LinearCall, quantized_linear
+from megatron_snip.options import Option
+from megatron_snip.quantizers.stochastic import StochasticStream, StreamKey
 from megatron_snip.statistics.observer import StepObserver
 from megatron_snip.statistics.sample import MeasureSettings
 from megatron_snip.statistics.sensitivity import gather_sensitivities, weight_norms
 from megatron_snip.topology import Placement, Topology
-from tests.unit.linears.delayed_job import Job
 from tests.unit.statistics.equations import FORMATS
 
 READS = tuple(
@@ -56,12 +58,16 @@ def test_reads_and_assigned_numbers_are_noted() -> None:
     assert waits.found == ["__setitem__", "item", "tolist", "__bool__"]
 
 
-@pytest.mark.parametrize("algorithm", ["most_recent", "max"])
-def test_a_simulated_linear_waits_for_nothing(algorithm: str) -> None:
-    job = Job(length=3, algorithm=algorithm)
-    job.step(1, 1.0)
+@pytest.mark.parametrize("option", ["fp8", "fp4", "fp8_tensorwise", "nvfp4"])
+def test_a_simulated_linear_waits_for_nothing(option: str) -> None:
+    stream = StochasticStream(StreamKey(seed=0, linear="linear", iteration=0, microbatch=0))
+    call = LinearCall(Option.parse(option), lambda: stream, cache={})
+    x = torch.randn(256, 128).requires_grad_()
+    weight = torch.randn(256, 128).requires_grad_()
     with Waits() as waits:
-        job.step(2, 1.0, 2.0)
+        for _ in range(2):
+            y = quantized_linear(x, weight, None, call)
+            y.backward(torch.ones_like(y))
     assert not waits.found
 
 

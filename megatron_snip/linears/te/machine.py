@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from megatron_snip.config import Backend
-from megatron_snip.formats import Format, get_format, is_delayed
+from megatron_snip.formats import Format, get_format
 from megatron_snip.linears.te.recipe import TERecipe
 from megatron_snip.linears.te.recipe_table import (
     BF16_RUN,
@@ -153,8 +153,6 @@ def te_support(name: str, machine: Machine) -> tuple[str, str]:
     if not get_format(name).quantized:
         return "bf16", RECIPES["bf16"].text
     recipes = {key: recipe for key, recipe in RECIPES.items() if name in recipe.formats}
-    if not recipes and is_delayed(name):
-        return "", "Transformer Engine's delayed scaling is fp8 with --fp8-recipe delayed"
     if not recipes:
         return "", f"Transformer Engine has no recipe for {name}"
     is_own = machine.capability is not None and machine.run_recipe in recipes

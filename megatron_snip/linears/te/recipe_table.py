@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Self
 
-from megatron_snip.formats import FORMATS, Format, ScaleType
+from megatron_snip.formats import DELAYED, FORMATS, Format, ScaleType
 
 
 class RunPrecision(NamedTuple):
@@ -210,7 +210,7 @@ _DELAYED = replace(
     _TENSORWISE,
     text="delayed scaling, one scale per tensor from the history of its largest magnitudes",
     formats=("fp8",),
-    quantization=FORMATS["fp8_delayed"],
+    quantization=DELAYED,
     run=RunPrecision("fp8", "e4m3", "delayed"),
     recipe_class="DelayedScaling",
     gpus=(),

@@ -14,7 +14,6 @@ from megatron.core.tensor_parallel.mappings import (
 )
 from torch import Tensor
 
-from megatron_snip.formats import is_delayed
 from megatron_snip.linears.megatron_linear import SimulatedLinear
 from megatron_snip.linears.runtime import Runtime
 from megatron_snip.linears.te.delayed_wgrad import deferrals
@@ -61,13 +60,15 @@ class SimulatedTELinear(SimulatedLinear):
                 return f"{option}: {reason}"
         return super().refusal(option)
 
+    def delayed_scales(self, placement: Placement) -> None:
+        """Return None: a simulated linear runs no delayed scaling."""
+
     def begin_step(self) -> None:
         """Drop what was made of the weights of the step before."""
         if self.stored is not None:
             self.stored.begin_step()
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
-        self._delayed_calls.clear()
         if self._is_bf16():
             output = self._original(*args, **kwargs)
         else:
@@ -82,13 +83,12 @@ class SimulatedTELinear(SimulatedLinear):
         module = self.module
         parallel = module.parallel_mode if module.tp_size > 1 else None
         is_column = parallel == "column"
-        is_rounded = not is_delayed(self.option.fprop)
         placement = self.placements[0]
         first_row = 0
         if splits_tokens(module):
             first_row = placement.tp.rank * x.shape[:-1].numel()
         y = self._simulate(
-            multiplied_input(module, x, is_rounded),
+            multiplied_input(module, x),
             self._multiplied_weights()[0],
             None,
             placement,

@@ -41,7 +41,6 @@ def te(capability: tuple[int, int] | None, **changes: Any) -> Machine:
         ("bf16", ["bf16"] * 5),
         ("fp8", [None, "tensorwise_hybrid", "blockwise", "mxfp8", "tensorwise_hybrid"]),
         ("fp8_tensorwise", [None, *["tensorwise"] * 4]),
-        ("fp8_delayed", [None] * 5),  # by the name `fp8`, in a run with --fp8-recipe delayed
         ("fp8_blockwise", [None, None, "blockwise", None, None]),
         ("mxfp8", [None, None, None, "mxfp8", None]),
         ("fp4", [None, None, None, "nvfp4", "nvfp4"]),

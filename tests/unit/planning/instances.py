@@ -12,7 +12,7 @@ from megatron_snip.planning.settings import PlanSettings
 from tests.unit.planning.build import name_of, plan_of
 
 OPTIONS = ("bf16", "fp8", "fp4-fp8-fp8", "fp4-fp4-fp8", "fp8-fp8-fp4", "fp4")
-BALANCES = ("none", "stage", "bottleneck")
+BALANCES = ("none", "stage")
 
 
 @dataclass(frozen=True)
@@ -30,8 +30,7 @@ def random_instance(seed: int, num_linears: int | None = None) -> Instance:
     Args:
         seed: of the generator.
         num_linears: by default few enough for enumeration. With a number, HiGHS can judge the
-            instance: efficiencies come in steps above its feasibility tolerance of 1e-6, and there
-            is no bottleneck balance.
+            instance: efficiencies come in steps above its feasibility tolerance of 1e-6.
     """
     r = random.Random(seed)
     count = num_linears if num_linears is not None else r.randint(1, 7)
@@ -65,7 +64,7 @@ def random_instance(seed: int, num_linears: int | None = None) -> Instance:
         previous = plan_of({x.name: r.choice(row) for x, row in zip(linears, rows, strict=True)})
     pinned = [r.choice(linears) for _ in range(r.choice([0, 0, 0, 1, 2]))]
     settings = PlanSettings(
-        pipeline_balance=r.choice(BALANCES if small else BALANCES[:2]),
+        pipeline_balance=r.choice(BALANCES),
         pins=tuple((linear.name, r.choice(list(linear.options))) for linear in pinned),
         change_penalty=r.choice([0.0, abs(loss_of(r, 0.2)), 0.25, 1e3]),
         cost="time" if with_seconds and r.random() < 0.5 else "flops",

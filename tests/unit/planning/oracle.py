@@ -32,7 +32,6 @@ class Choice:
     loss: float
     weight: float
     gain: float
-    time: float
     changes: int
 
 
@@ -51,12 +50,10 @@ def choices_of(
             continue
         if settings.cost == "time":
             weight, gain = max(seconds) - min(seconds), max(seconds) - (cost.seconds or 0.0)
-            time = cost.seconds or 0.0
         else:
             weight, gain = linear.flops, linear.flops * cost.saving
-            time = linear.flops - gain / 2
         changes = int(before in available and before != option)
-        found.append(Choice(option, cost.quality_loss, weight, gain, time, changes))
+        found.append(Choice(option, cost.quality_loss, weight, gain, changes))
     return found
 
 
@@ -89,7 +86,7 @@ def brute_force(
         ]
         return np.stack(columns, axis=1)
 
-    gain, time = table("gain"), table("time")
+    gain = table("gain")
     weights = np.array([row[0].weight for row in choices])
     stages = np.array([linear.stage for linear in problem.linears])
     target = problem.target if settings.target is None else settings.target
@@ -99,9 +96,6 @@ def brute_force(
         good &= gain[:, mine].sum(1) >= (target - SLACK) * weights[mine].sum()
     if not good.any():
         return None
-    if settings.pipeline_balance == "bottleneck":
-        slowest = np.stack([time[:, stages == s].sum(1) for s in sorted(set(stages))]).max(0)
-        good &= slowest <= slowest[good].min() * (1 + 1e-12)
     return table("loss").sum(1)[good], table("changes").sum(1)[good]
 
 
@@ -110,7 +104,7 @@ def highs_model(
 ) -> tuple[Callable[..., float | None], float] | None:
     """Build the integer program for HiGHS; None if a linear has no choice.
 
-    It has the target, stage balance, pins and the price of changes; not the bottleneck.
+    It has the target, stage balance, pins and the price of changes.
 
     Returns:
         A function of the relative gap and the time limit, which returns the objective of the best

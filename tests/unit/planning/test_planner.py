@@ -29,22 +29,6 @@ def test_medium_problems_are_solved_at_least_as_well_as_by_highs(num_linears: in
     assert sum(map(check_against_highs, instances)) >= 8
 
 
-def test_stages_with_a_bottleneck_and_a_target_are_solved_to_the_optimum() -> None:
-    coupled = 0
-    for seed in range(12):
-        r = np.random.default_rng(seed)
-        stages = sorted(r.integers(0, 5, 60).tolist())
-        losses = [[0.0, float(a), float(a + b)] for a, b in r.lognormal(0, 1, (60, 2))]
-        problem = problem_of(losses, 0.75, ("fp8", "fp4-fp8-fp8", "fp4"), stages)
-        plan = make_plan(problem, PlanSettings(pipeline_balance="bottleneck"))
-        slowest = stages.count(max(stages, key=stages.count))
-        assert plan.status == "optimal" and plan.gap <= 1e-9
-        assert plan.efficiency >= 0.75 - 1e-9
-        assert max(stages.count(p) * (1 - e / 2) for p, e in enumerate(plan.stages)) <= slowest
-        coupled += plan.efficiency < 0.76  # the target decides, and not the stages alone
-    assert coupled >= 3
-
-
 @pytest.mark.parametrize("balance", ["none", "stage"])
 def test_every_point_is_what_planning_for_its_target_gives(balance: str) -> None:
     random, stages = np.random.default_rng(0), [i // 5 for i in range(20)]
@@ -79,12 +63,12 @@ def test_ties_do_not_change_the_plan() -> None:
         assert make_plan(problem, PlanSettings(), previous).digest == previous.digest
 
 
-def test_stages_of_very_different_work_have_a_bottleneck() -> None:
-    # The small stage's floor is far below 0 in its own integers (it overflowed CP-SAT's).
+def test_stages_of_very_different_work_share_a_target() -> None:
+    """Each stage counts in a unit of its own."""
     flops = [1e15, 1e15, 1e-4, 1e-4 / 3]
     problem = problem_of([[0.0, 1.0]] * 4, 0.5, stages=[0, 0, 1, 1], flops=flops)
-    plan = make_plan(problem, PlanSettings(pipeline_balance="bottleneck"))
-    assert options_of(plan) == ["fp4", "fp4", "fp8", "fp8"]
+    plan = make_plan(problem, PlanSettings(pipeline_balance="stage"))
+    assert options_of(plan) == ["fp4", "fp8", "fp4", "fp8"]
 
 
 def test_the_time_limit_still_gives_a_plan() -> None:
@@ -161,7 +145,6 @@ def test_wrong_numbers_are_found(changes: dict[str, object], fault: str) -> None
         (GOOD, {"pins": (("*.layers.1.*", "fp4"),)}, ["demands fp4"]),
         (["fp4", "fp8", "fp8", "fp8"], {}, ["below the target"]),
         (FIRST_STAGE, {"pipeline_balance": "stage"}, ["stage 1 is below"]),
-        (FIRST_STAGE, {"pipeline_balance": "bottleneck"}, ["slowest stage takes 2"]),
         (["fp8", "fp8", "fp4", "fp4"], {}, ["which is forbidden"]),
         (["fp4", "fp4", "bf16", "fp8"], {}, ["no option 'bf16'"]),
         (["fp4", "fp4", "fp3", "fp8"], {}, ["no option 'fp3'"]),

@@ -81,7 +81,6 @@ class Run:
         current = CurrentPlan(PLAN, model, plans, Reporter([writer]))
         schedule = RefreshSchedule(plans.config)
         schedule.begin(plans.config.start_step)  # the first refresh has ended
-        schedule.take_part(plans.config.start_step)
         self.solve = Solve(PlanSettings(), Control(), self.solver)
         self.replanner = Replanner(plans, schedule, observations, self.solve, current, Topology())
         if former_target is not None:

@@ -102,16 +102,20 @@ def test_a_plan_that_a_resume_brought_may_begin_with_the_coming_iteration() -> N
     assert ControllerState.from_dict(state.to_dict()) == state
 
 
-def test_checkpoints_of_version_2_are_read() -> None:
-    """It had the same parts under other names."""
-    value = STATE.to_dict()
-    old = {"version": 2}
-    names = {"solve": "pending", "observations": "statistics", "alerts": "alerted"}
-    for name, part in value.items():
-        if name not in ("version", "schedule"):
-            old[names.get(name, name)] = part
-    old["refreshed"] = 6
-    assert ControllerState.from_dict(json.loads(json.dumps(old))) == STATE
+def test_checkpoints_of_0_2_0_are_read() -> None:
+    """What that release wrote in a small run, while its solver worked on the second plan."""
+    value = json.loads(Path(__file__).with_name("state-0.2.0.json").read_text())
+    state, warning = resumed_state(value, 10)
+    assert state is not None and warning is None
+    assert state.plan.digest == state.history[-1][1]
+    assert (state.schedule.refreshed, state.schedule.due_since) == (9, None)
+    assert state.solve is not None and state.solve.apply_at == 12
+    assert state.observations is not None and len(state.observations.linears) == 4
+    assert state.guard is not None and state.guard.first_fallback is not None
+    assert state.alerts
+    again = state.to_dict()
+    assert ControllerState.from_dict(again) == state
+    assert value.keys() - again.keys() == {"delayed_scaling"}
 
 
 @pytest.mark.parametrize(

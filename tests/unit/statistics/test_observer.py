@@ -10,7 +10,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from megatron_snip.collectives import RemoteFailure
-from megatron_snip.formats import Format, get_format
+from megatron_snip.formats import DELAYED, Format
 from megatron_snip.quantizers.stochastic import ColumnMap, StochasticStream, StreamKey
 from megatron_snip.quantizers.together import GemmOperand, Quantized
 from megatron_snip.statistics import measure
@@ -176,8 +176,7 @@ def test_a_forward_counts_if_a_backward_reaches_it(names: frozenset[str] | None)
 
 
 def test_a_rank_whose_microbatch_is_not_measured_only_counts_its_tokens() -> None:
-    delayed = get_format("fp8_delayed")
-    settings = MeasureSettings({"fp8": delayed}, STEP, SEED)
+    settings = MeasureSettings({"fp8": DELAYED}, STEP, SEED)
     observer = StepObserver(settings, Topology(data=Axis(50, 64)), {})
     place = Placement(NAME, 0, "column", 128, 64)
     x, w = torch.randn(32, 128), torch.randn(64, 128, requires_grad=True)
@@ -193,11 +192,11 @@ def test_a_rank_whose_microbatch_is_not_measured_only_counts_its_tokens() -> Non
     (row,) = observer.table([place.info], 1.0, None)[0].linears
     assert (row.microbatches, row.tokens, row.input_square) == (0.0, 0.0, 0.0)
     # Other ranks measure their first forward, and what gives scales may communicate.
-    assert asked == [delayed, delayed]
+    assert asked == [DELAYED, DELAYED]
 
 
 def test_the_tokens_of_the_batch_are_those_of_linears_that_are_not_measured_as_well() -> None:
-    """An expert that dropped tokens is measured without the dense linear: a part of a refresh."""
+    """An expert that dropped tokens is measured without the dense linear."""
     dense = Placement("decoder.layers.0.self_attention.linear_qkv", 0, "column", 128, 64)
     expert = Placement("decoder.layers.0.mlp.experts.linear_fc1", 0, "column", 128, 64, expert=0)
     x, w = torch.randn(96, 128), torch.randn(64, 128, requires_grad=True)

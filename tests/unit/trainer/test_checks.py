@@ -167,7 +167,6 @@ BAD = [
     ("--hidden-size 1000000000", "hidden_size: .* less than or equal to 1000000,"),
     ("--make-vocab-size-divisible-by 1000000000000", "less than or equal to 1000000,"),
     ("--lr 1e300", "lr: .* less than or equal to 1000,"),
-    ("--snip-measure-fraction 1e-320", "measure_fraction: .* greater than or equal to 0.000001,"),
     ("--snip-weight-lambda 1e300", "weight_lambda: .* less than or equal to 1000000"),
     ("--snip-pins *=fp3", r"pins: '\*=fp3': fp3 is neither bf16 nor an option of formats fp8,fp4"),
     ("--run-dir ~nobody-here/x", "run_dir: .*home"),
