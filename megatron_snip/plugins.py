@@ -11,6 +11,7 @@ package declares it:
 import functools
 import importlib
 import logging
+import os
 import sys
 from collections.abc import Iterable
 from importlib import metadata
@@ -41,7 +42,7 @@ def load_plugins(modules: Iterable[str] = ()) -> None:
         if name in _loaded:
             continue
         try:
-            importlib.import_module(name)
+            _import(name)
         except (Exception, SystemExit) as error:  # whatever the import of a stranger's module does
             if not isinstance(error, ModuleNotFoundError | SystemExit):  # a script named by mistake
                 log_failure(logger, f"importing {name}", error)
@@ -53,6 +54,26 @@ def load_plugins(modules: Iterable[str] = ()) -> None:
 @functools.cache  # finding them opens a file of each installed package
 def _installed() -> tuple[str, ...]:
     return tuple(entry.value for entry in metadata.entry_points(group=GROUP))
+
+
+def _import(name: str) -> None:
+    """Import a module; one that is found nowhere else may lie in the current directory.
+
+    Python looks there for `python -m` only. The ranks of a run and the command `megatron-snip` find
+    the same plugins so. The directory comes last: it hides no other module.
+    """
+    try:
+        importlib.import_module(name)
+        return
+    except ModuleNotFoundError as error:
+        if error.name != name.partition(".")[0] or os.getcwd() in sys.path:
+            raise
+    sys.path.append(os.getcwd())
+    try:
+        importlib.import_module(name)
+    except BaseException:
+        sys.path.remove(os.getcwd())
+        raise
 
 
 def loaded_plugins() -> tuple[str, ...]:

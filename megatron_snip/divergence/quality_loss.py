@@ -57,11 +57,13 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 from megatron_snip.config import LossDivergence, SnipConfig
-from megatron_snip.files import without_nan
+from megatron_snip.errors import UsageError
+from megatron_snip.files import checked, read_json, without_nan
 from megatron_snip.log import warn_once
 from megatron_snip.options import BF16, Option
 from megatron_snip.planning.problem import (
@@ -290,6 +292,33 @@ def divergences_dict(table: DivergenceTable) -> dict[str, Any]:
     ]
     head = {"version": 2, "iteration": measured.iteration, "loss": measured.loss}
     found: dict[str, Any] = without_nan({**head, "linears": linears})
+    return found
+
+
+def read_statistics(path: Path) -> StatisticsTable:
+    """Read the statistics behind divergences/<iteration>.json.
+
+    Raises:
+        UsageError: if the file is missing, not JSON, or has no statistics; one line.
+    """
+    source = f"divergences file '{path}'"
+    value = read_json(path, "divergences file")
+    try:
+        linears = [_with_nan(linear["statistics"]) for linear in value["linears"]]
+        table = {"iteration": value["iteration"], "loss": value["loss"], "linears": linears}
+    except (KeyError, TypeError, AttributeError):
+        raise UsageError(f"{source} has no statistics of its linears") from None
+    return checked(StatisticsTable, table, source)
+
+
+def _with_nan(statistics: dict[str, Any]) -> dict[str, Any]:
+    """Return a linear's statistics with NaN for what could not be measured, which is null."""
+    found = {name: math.nan if value is None else value for name, value in statistics.items()}
+    formats = found.get("formats", {})
+    found["formats"] = {
+        name: {key: math.nan if value is None else value for key, value in row.items()}
+        for name, row in formats.items()
+    }
     return found
 
 

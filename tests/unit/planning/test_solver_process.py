@@ -14,6 +14,7 @@ import psutil
 import pytest
 
 from megatron_snip import plugins
+from megatron_snip.collectives import Control
 from megatron_snip.errors import InfeasiblePlanError, PlanningError, UsageError
 from megatron_snip.planning import policies, solver_process
 from megatron_snip.planning.planner import make_plan
@@ -109,7 +110,7 @@ def test_errors_keep_their_type_and_the_child_stays() -> None:
 @pytest.mark.parametrize(
     ("command", "word"),
     [
-        (faulty("os.kill(os.getpid(), signal.SIGKILL)"), "status -9"),
+        (faulty("os.kill(os.getpid(), signal.SIGKILL)"), "SIGKILL"),
         (faulty("print('{\"plan\": ')"), "invalid reply"),
         (answering({"error": "UsageError"}), "invalid reply"),
         (answering({"plan": plan_of(["fp8"] * 2).to_dict()}), "the plan does not have"),
@@ -123,7 +124,8 @@ def test_errors_keep_their_type_and_the_child_stays() -> None:
         (answering([]), "invalid reply"),
         (answering("error"), "invalid reply"),
         (faulty("print('[' * 100000)"), "invalid reply"),
-        (faulty("sys.stdout.write('half a line')"), "without an answer"),
+        (faulty("sys.stdout.write('half a line')"), r"without an answer \(exit status 0\)"),
+        (faulty("os.abort()"), "SIGABRT"),
         (["/nonexistent/worker"], "cannot be started"),
     ],
 )
@@ -155,17 +157,49 @@ def test_a_wrong_plan_brings_a_new_process() -> None:
     late = {"status": "optimal", "objective": 6.0, "efficiency": 1.0, "stages": [1.0]}
     wrong = plan_of(["fp4"] * 3, iteration=4).to_dict() | late | {"target": 0.3}
     with closing(SolverProcess(answering({"plan": wrong}))) as process:
-        solve = Solve(PlanSettings(pins=(("*.layers.1.*", "fp8"),)), None, process)
+        solve = Solve(PlanSettings(pins=(("*.layers.1.*", "fp8"),)), Control(), process)
         first = child_since(before)
         for iteration in (4, 4):
             solve.submit(PendingProblem(iteration, 5, PROBLEM), plan_of(["fp8"] * 3))
             with pytest.raises(PlanningError, match=r"plan is wrong: .* pin .* demands fp8"):
                 solve.take_plan()
         assert not first.is_running() and not solve.is_under_way
-        right = Solve(PlanSettings(), None, process)  # without the pin it is a plan
+        right = Solve(PlanSettings(), Control(), process)  # without the pin it is a plan
         right.submit(PendingProblem(4, 5, PROBLEM), plan_of(["fp8"] * 3))
         plan, _ = right.take_plan()
         assert options_of(plan) == ["fp4"] * 3
+
+
+@pytest.mark.parametrize(
+    ("body", "how"),
+    [
+        ("raise ImportError('libortools.so: no such file')", "exit status 1: ImportError: libort"),
+        ("import os, signal; os.kill(os.getpid(), signal.SIGILL)", "SIGILL"),
+        ("raise SystemExit(3)", "exit status 3"),
+    ],
+)
+def test_broken_or_tools_are_reported_at_the_start_and_plans_that_do_not_need_them_are_made(
+    body: str,
+    how: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    """As `megatron-snip plan` does, which imports them only where a plan needs them."""
+    package = tmp_path / "ortools"
+    package.mkdir()
+    (package / "__init__.py").write_text(body + "\n")
+    program = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); "
+    program += (
+        "import os, megatron_snip.planning.solver_process as w; w.serve(os.getppid(), [], [])"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    with closing(SolverProcess([sys.executable, "-c", program])) as solver:
+        solver.submit(PROBLEM, PlanSettings())
+        assert solver.result(LONG_S).linears == make_plan(PROBLEM, PlanSettings()).linears
+    warning = capfd.readouterr().err
+    assert f"importing OR-Tools ends with {how}" in warning and "Install ortools again" in warning
+    assert "Traceback" not in warning
 
 
 def test_a_solver_without_memory_is_one_line(
