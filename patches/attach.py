@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_snip.config import SnipConfig
 from megatron_snip.errors import UsageError, naming_field
-from megatron_snip.patches.incompatible import check_modules
+from megatron_snip.patches.arguments import with_flags_of_the_job
+from megatron_snip.patches.incompatible import check_modules, running_settings
 from megatron_snip.patches.registry import Package, Session
 
 if TYPE_CHECKING:  # without --snip a run imports neither planning nor reporting
@@ -54,19 +55,23 @@ def attach(
     Raises:
         SnipError: on every rank, if the settings or the checkpoint's state do not fit the model.
     """
+    from megatron.core.utils import get_model_config
+
     from megatron_snip.collectives import unless_refused
-    from megatron_snip.linears.availability import resolve_formats
-    from megatron_snip.linears.discovery import bf16_layer_pins, current_topology
+    from megatron_snip.linears.discovery import current_topology
     from megatron_snip.patches.graphs import Graphs
     from megatron_snip.planning.plan import shares_text
     from megatron_snip.run.controller import SnipController
 
     topology = current_topology()
-    unless_refused("checking the model", lambda: check_modules(model), topology.control)
-    config = resolve_formats(config, model, topology.control)
-    # The layers that the job keeps in BF16 stay so, except linears that the user pins.
-    pins = (*bf16_layer_pins(model, topology, config.pin_of), *config.pins)
-    config = config.model_copy(update={"pins": pins})
+
+    def restricted() -> SnipConfig:
+        check_modules(model)
+        settings = running_settings(args, get_model_config(model[0]))
+        return with_flags_of_the_job(config, settings)
+
+    config = unless_refused("checking the model", restricted, topology.control)
+    session.makes_plans = not config.collect_only
     num_done = int(getattr(args, "iteration", 0) or 0)
     state, warning = _resumed_state(session.loaded_state, num_done, topology)
     if warning is not None and topology.rank == 0:

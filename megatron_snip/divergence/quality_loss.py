@@ -60,6 +60,7 @@ from typing import Any
 from megatron_snip.config import LossDivergence, SnipConfig
 from megatron_snip.files import without_nan
 from megatron_snip.options import BF16, Option
+from megatron_snip.planning.fixed import FixedLinears
 from megatron_snip.planning.problem import (
     LinearChoices,
     OptionCost,
@@ -142,6 +143,7 @@ def divergence_table(
     lowest_format: str,
     config: SnipConfig,
     refusals: Refusals | None = None,
+    fixed: FixedLinears | None = None,
     warn: bool = True,
 ) -> DivergenceTable:
     """Compute every option's divergences and quality loss at every linear.
@@ -149,11 +151,12 @@ def divergence_table(
     Args:
         table: The statistics.
         options: The options that a linear may choose, in the order of `enumerate_options`. A linear
-            that no backward reached keeps one option: that of its pin, or without a pin the one of
-            the most bits that it can run.
+            that no backward reached keeps one option: the one that it is fixed to, or else the one
+            of the most bits that it can run.
         lowest_format: The lowest precision among the formats.
-        config: SNIP's settings, of which `loss_divergence`, `weight_lambda` and `pins` are used.
+        config: SNIP's settings, of which `loss_divergence` and `weight_lambda` are used.
         refusals: The options that linears cannot run.
+        fixed: The linears whose option is fixed.
         warn: Whether to log what is forbidden; one rank of many is enough.
     """
     lowest = Option.uniform(lowest_format)
@@ -163,11 +166,12 @@ def divergence_table(
     loss_sum = finite_sum(_or_nan(loss_of, linear, lowest) for linear in table.linears)
     weight_sum = finite_sum(_or_nan(weight_of, linear, lowest) for linear in table.linears)
     linears: dict[str, dict[Option, OptionDivergence]] = {}
-    kept = {
-        linear.name: config.pin_of(linear.name) or _highest(linear.name, options, refusals or {})
-        for linear in table.linears
-        if not _was_measured(linear)
-    }
+    kept = {}
+    for linear in table.linears:
+        if not _was_measured(linear):
+            own = (fixed or {}).get(linear.name)
+            highest = _highest(linear.name, options, refusals or {})
+            kept[linear.name] = highest if own is None else own.option
     if warn and kept:
         text = "no backward reached %d of %d linears, such as %s: they get %s (frozen layers?)"
         first = next(iter(kept))

@@ -13,7 +13,7 @@ frozen weights; they keep the run's own precision.
 
 import logging
 import re
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -23,9 +23,8 @@ from megatron.core import parallel_state
 from megatron.core.models.common.language_module.language_module import LanguageModule
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 
-from megatron_snip.collectives import gather_json, unless_refused
+from megatron_snip.collectives import gather_json
 from megatron_snip.errors import UnsupportedError
-from megatron_snip.linears.te.job import is_bf16_layer
 from megatron_snip.linears.te.modules import (
     TOKENS_KNOWN,
     is_grouped,
@@ -34,9 +33,8 @@ from megatron_snip.linears.te.modules import (
     weights_of,
 )
 from megatron_snip.log import warn_once, warn_once_per_job
-from megatron_snip.options import Option
 from megatron_snip.topology import Axis, LinearInfo, LinearKind, Placement, Topology
-from megatron_snip.types import linear_name, natural_key, split_linear_name
+from megatron_snip.types import linear_name, split_linear_name
 
 logger = logging.getLogger(__name__)
 
@@ -153,43 +151,6 @@ def expert_layers(model: Sequence[torch.nn.Module]) -> Iterator[tuple[str, Any]]
     for block, number, name, module in _layer_modules(model):
         if hasattr(module, "token_dispatcher") and hasattr(module, "router"):
             yield linear_name(number, f"{name}.experts", block), module
-
-
-def bf16_layer_pins(
-    model: Sequence[torch.nn.Module],
-    topology: Topology,
-    pin_of: Callable[[str], Option | None] = lambda _: None,
-) -> tuple[str, ...]:
-    """All ranks: return pins for the layers of all stages that `--first-last-layers-bf16` names.
-
-    Args:
-        model: Megatron's model chunks.
-        topology: this rank's place.
-        pin_of: given a linear's name, returns the option of the user's pin, or None. That pin
-            counts.
-
-    Raises:
-        UnsupportedError: on every rank, if two linears of a rank have one name.
-    """
-
-    def own_pins() -> list[str]:
-        names_of = defaultdict(list)
-        for _, placements in find_linears(model, topology):
-            block, layer_index, _ = split_linear_name(placements[0].name)
-            names_of[block, layer_index].append(placements[0].name)
-        own = []
-        for block, number, layer in _planned_layers(model):
-            if not is_bf16_layer(getattr(layer, "config", None), block, number - 1):
-                continue
-            names = names_of[block, number - 1]
-            free = [name for name in names if pin_of(name) is None]
-            globs = [f"{block}.layers.{number - 1}.*"] if names and free == names else free
-            own += [f"{glob}=bf16" for glob in globs]
-        return own
-
-    own = unless_refused("finding the layers that stay BF16", own_pins, topology.control)
-    found = {pin for pins in gather_json(own, topology.control) for pin in pins}
-    return tuple(sorted(found, key=natural_key))
 
 
 def _layer_modules(

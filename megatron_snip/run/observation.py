@@ -295,8 +295,6 @@ class Observations:
         """
         divergences = self._divergences(warn=self._topology.rank == 0)
         problem = self._available.restrict(planning_problem(divergences, target))
-        pins = self._config.planning_values()["pins"]
-        problem = problem.model_copy(update={"pins": pins})
         table = divergences.statistics
         found = self._progress.health
         linears = tuple(found[linear.name] for linear in table.linears if linear.name in found)
@@ -317,7 +315,13 @@ class Observations:
         lowest = lowest_precision(self._formats).name
         available = self._available
         return divergence_table(
-            self.mean, available.options, lowest, self._config, available.refusals, warn
+            self.mean,
+            available.options,
+            lowest,
+            self._config,
+            available.refusals,
+            available.fixed,
+            warn,
         )
 
     def state_dict(self) -> StatisticsTable | None:

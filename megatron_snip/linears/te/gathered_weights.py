@@ -68,11 +68,6 @@ class GatheredWeights:
                 stored.save_exact(weight, gathered[start:end])
 
 
-def gathers_exact(chunk: Any) -> bool:
-    """Return whether Megatron gathers a chunk's quantized weights in BF16."""
-    return any(map(_gathers_exact, bucket_groups(chunk)))
-
-
 def bucket_groups(chunk: Any) -> list[Any]:
     """Return the groups of buckets of Megatron's DDP; none for another wrapper."""
     names = ("bucket_groups", "expert_parallel_bucket_groups")
