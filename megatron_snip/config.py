@@ -26,7 +26,7 @@ from megatron_snip.formats import get_format, lowest_precision
 from megatron_snip.options import BF16, Granularity, Option, enumerate_options, formats_in
 from megatron_snip.plugins import load_plugins
 from megatron_snip.target_schedule import Point, TargetSchedule, parse_points
-from megatron_snip.types import Gemm, glob_matches
+from megatron_snip.types import Gemm
 
 Share = Annotated[float, Field(ge=0.0, le=1.0)]
 Count = Annotated[int, Field(ge=1, le=2**53)]
@@ -37,8 +37,18 @@ PipelineBalance = Literal["none", "stage"]
 EfficiencyMeasure = Literal["flops", "time"]
 
 AUTO = "auto"
+FREE = "free"
+"""What a pin gives to linears that the job's own rules fix: they are the planner's again."""
+
 SIMULATED_FORMATS = ("fp8", "fp4")
 """What `auto` means where GEMMs are simulated."""
+
+
+def _split_pin(pin: str) -> tuple[str, str]:
+    glob, _, option = pin.rpartition("=")
+    if not glob:
+        raise UsageError(f"'{pin}' is not GLOB=OPTION, e.g. 'decoder.layers.0.*=fp8'")
+    return glob, option
 
 
 def _is_path(annotation: Any) -> bool:
@@ -134,9 +144,9 @@ class PlanFields(Section):
     """`snip`, or a baseline such as uniform-fp8 or random; `megatron-snip plan --help` has all."""
 
     efficiency_target: Share = 0.75
-    """Smallest share of the linears' FLOPs in the lowest precision among the formats, 0 to 1. If no
-    option has all three GEMMs in the lowest precision, the default is 0.75 of the largest share
-    that an option has: 0.5 for fp8-fp4-fp4, which has 2/3 of its FLOPs in FP4."""
+    """Smallest share of the linears' FLOPs in the lowest precision among the formats, 0 to 1. The
+    default is 0.75 of the share that the linears can reach: 0.5 for fp8-fp4-fp4, which has 2/3 of
+    its FLOPs in FP4, and less than 0.75 where pins or the job's own rules fix linears."""
 
     cost: EfficiencyMeasure = "flops"
     """What the target counts: `flops`, or `time`: 0.75 then asks for 75 % of the seconds that
@@ -170,7 +180,7 @@ class PlanFields(Section):
     precision; formats with equally many bits count alike. An entry may also be an option of several
     formats: fp8-fp4-fp4 or fp8-forward-fp4-backward. `auto`: fp8,fp4 where GEMMs are simulated;
     with Transformer Engine what the GPU has, such as bf16,fp8 on Hopper and fp8,fp4 on
-    Blackwell."""
+    Blackwell. Where most linears cannot choose between these, it is the pair that they can."""
 
     granularity: Granularity = "linear"
     """`linear`: one format per linear (the paper's). `gemm`: one each for fprop, dgrad, wgrad."""
@@ -187,7 +197,9 @@ class PlanFields(Section):
     """GLOB=OPTION, comma separated: linears with a fixed option, for example
     'decoder.layers.0.*=fp8'. The option must be bf16 or one of those that the formats
     give. Where only some of the linears that match a glob can run its option, the others get the
-    nearest one of no lower precision; where none can, the run ends."""
+    nearest one of no lower precision; where none can, the run ends. The job's own rules fix linears
+    as well: those of --te-precision-config-file and --first-last-layers-bf16. A pin goes before
+    them, and GLOB=free gives such linears to the planner."""
 
     change_penalty: Annotated[float, Field(ge=0.0, le=1e150)] = 0.0
     """Price of each linear that changes its option at a refresh, in units of quality loss. The
@@ -299,10 +311,10 @@ class SnipConfig(ScheduleFields, MeasureFields, PlanFields, GuardFields, ReportF
             UsageError: for the first such pin.
         """
         allowed = (BF16, *self.options)
-        for pin, (_, option) in zip(self.pins, self.pin_pairs, strict=True):
+        for glob, option in self.pin_pairs:
             if option not in allowed:
                 raise UsageError(
-                    f"'{pin}': {option} is neither bf16 nor an option of formats "
+                    f"'{glob}={option}': {option} is neither bf16 nor an option of formats "
                     f"{','.join(self.formats)} by {self.granularity}",
                     field="pins",
                 )
@@ -344,22 +356,15 @@ class SnipConfig(ScheduleFields, MeasureFields, PlanFields, GuardFields, ReportF
     @property
     @naming_field("pins")
     def pin_pairs(self) -> tuple[tuple[str, Option], ...]:
-        """`pins` as (glob, option) pairs, in order."""
-        pairs = []
-        for pin in self.pins:
-            glob, _, option = pin.rpartition("=")
-            if not glob:
-                raise UsageError(f"'{pin}' is not GLOB=OPTION, e.g. 'decoder.layers.0.*=fp8'")
-            pairs.append((glob, Option.parse(option)))
-        return tuple(pairs)
+        """The pins that fix an option as (glob, option) pairs, in order."""
+        split = map(_split_pin, self.pins)
+        return tuple((glob, Option.parse(text)) for glob, text in split if text != FREE)
 
-    def pin_of(self, linear: str) -> Option | None:
-        """Return the option that a pin fixes for the linear with this name, or None."""
-        for pin in self.pins:  # not `pin_pairs`: to parse hundreds of options takes milliseconds
-            glob, _, option = pin.rpartition("=")
-            if glob_matches(linear, glob):
-                return Option.parse(option)
-        return None
+    @property
+    @naming_field("pins")
+    def free_globs(self) -> tuple[str, ...]:
+        """The globs of the pins that give linears back to the planner, in order."""
+        return tuple(glob for glob, text in map(_split_pin, self.pins) if text == FREE)
 
     def allows(self, option: Option) -> bool:
         """Return whether the formats allow an option; bf16 is always allowed.
@@ -374,11 +379,10 @@ class SnipConfig(ScheduleFields, MeasureFields, PlanFields, GuardFields, ReportF
         return all(option[gemm] in allowed[gemm] for gemm in Gemm)
 
     def planning_values(self) -> dict[str, Any]:
-        """Return the planner's part of the settings: what users set of a `PlanSettings`."""
+        """Return what a `PlanSettings` has of the settings; `RunPlans.plan_settings` adds pins."""
         return {
             "policy": self.policy,
             "pipeline_balance": self.pipeline_balance,
-            "pins": tuple((glob, str(option)) for glob, option in self.pin_pairs),
             "change_penalty": self.change_penalty,
             "cost": self.cost,
         }

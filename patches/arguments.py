@@ -29,7 +29,6 @@ from megatron_snip.errors import (
 from megatron_snip.files import first_problem, read_yaml
 from megatron_snip.flags import add_flags, flag_name, given_values
 from megatron_snip.log import warn_once_per_job
-from megatron_snip.patches.flag_rows import FlagRow
 from megatron_snip.patches.incompatible import check_flags
 
 logger = logging.getLogger(__name__)
@@ -163,8 +162,7 @@ def snip_config(args: argparse.Namespace, given: Mapping[str, Any] | SnipConfig)
     config = given if isinstance(given, SnipConfig) else _config({**given, **_flags_in(args)})
     if not config.enabled:
         return config
-    given_args = argparse.Namespace(**{**vars(args), f"{DEST}backend": config.backend})
-    config = _restricted(config, check_flags(given_args))
+    config = with_flags_of_the_job(config, args)
     from megatron_snip.planning.policies import get_policy
 
     with naming_field("policy"):
@@ -200,8 +198,17 @@ def _config(given: Mapping[str, Any]) -> SnipConfig:
         raise first_problem(error, SnipConfig) from None
 
 
-def _restricted(config: SnipConfig, rows: Sequence[FlagRow]) -> SnipConfig:
-    """Return the settings under the flags of a job; log what cannot change while it runs."""
+def with_flags_of_the_job(config: SnipConfig, args: argparse.Namespace) -> SnipConfig:
+    """Return the settings under the flags of a job; log what cannot change while it runs.
+
+    Args:
+        config: the settings.
+        args: Megatron's settings, by the names that Megatron-LM's parser gives them.
+
+    Raises:
+        UnsupportedError: if SNIP cannot run with one of them.
+    """
+    rows = check_flags(argparse.Namespace(**{**vars(args), f"{DEST}backend": config.backend}))
     only_measures = [row for row in rows if row.plans == "measures"]
     for row in rows:
         if row.plans == "restricts" and not (only_measures or config.collect_only):
@@ -213,8 +220,12 @@ def _restricted(config: SnipConfig, rows: Sequence[FlagRow]) -> SnipConfig:
     return config.model_copy(update={"collect_only": True, "plan_file": None})
 
 
-def exit_on_error(action: Callable[[], T]) -> T:
+def exit_on_error(action: Callable[[], T], rename: Callable[[str], str] = str) -> T:
     """Run `action`; on bad input print a line for each error on each host and end the job.
+
+    Args:
+        action: what may raise.
+        rename: puts the names that the training loop has for Megatron's settings into a line.
 
     Raises:
         Refusal: on bad input.
@@ -224,7 +235,7 @@ def exit_on_error(action: Callable[[], T]) -> T:
     except SnipError as error:
         if int(os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", "0"))) == 0:
             for text in _messages(error):
-                print(f"megatron-snip: error: {shown(text)}", file=sys.stderr, flush=True)
+                print(f"megatron-snip: error: {shown(rename(text))}", file=sys.stderr, flush=True)
         raise Refusal(2) from None
 
 

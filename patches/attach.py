@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 from megatron_snip.config import SnipConfig
 from megatron_snip.errors import UsageError, naming_field
 from megatron_snip.patches.agreement import refuse_differences, settings_of_rank
-from megatron_snip.patches.incompatible import check_modules
+from megatron_snip.patches.arguments import with_flags_of_the_job
+from megatron_snip.patches.incompatible import check_modules, running_settings
 from megatron_snip.patches.registry import Package, Session
 
 if TYPE_CHECKING:  # without --snip a run imports neither planning nor reporting
@@ -55,8 +56,9 @@ def attach(
     Raises:
         SnipError: on every rank, if the settings or the checkpoint's state do not fit the model.
     """
-    from megatron_snip.linears.availability import resolve_formats
-    from megatron_snip.linears.discovery import bf16_layer_pins, current_topology
+    from megatron.core.utils import get_model_config
+
+    from megatron_snip.linears.discovery import current_topology
     from megatron_snip.patches.graphs import Graphs
     from megatron_snip.planning.plan import shares_text
     from megatron_snip.reporting.background import in_background
@@ -65,14 +67,14 @@ def attach(
     topology = current_topology()
 
     def checked() -> dict[str, str]:
+        nonlocal config
         check_modules(model)
+        settings = running_settings(args, get_model_config(model[0]))
+        config = with_flags_of_the_job(config, settings)
         return settings_of_rank(config, args)
 
     refuse_differences(topology.control.gather("checking the model", checked))
-    config = resolve_formats(config, model, topology.control)
-    # The layers that the job keeps in BF16 stay so, except linears that the user pins.
-    pins = (*bf16_layer_pins(model, topology, config.pin_of), *config.pins)
-    config = config.model_copy(update={"pins": pins})
+    session.makes_plans = not config.collect_only
     num_done = int(getattr(args, "iteration", 0) or 0)
     state, warning = _resumed_state(session.loaded_state, num_done, topology)
     if warning is not None and topology.rank == 0:

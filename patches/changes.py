@@ -323,14 +323,24 @@ CHANGES = (
         (
             "megatron.core.extensions.transformer_engine:TEFusedMLP.forward",
             "megatron.core.transformer.moe.experts:TEGroupedMLP._with_fused_impl",
+            "megatron.core.transformer.moe.experts:TEGroupedMLP._use_grouped_tensor",
+            "transformer_engine.pytorch.module.grouped_linear:GroupedLinear.use_grouped_tensor",
         ),
         "megatron_snip/linears/te/fused_mlp.py",
         "Runs the two linears of an MLP with fused operations, or the fused operations in the "
         "plan's recipe; they are built once and do not call their linears.",
         f"{LM}/blob/core_v0.19.2/megatron/core/extensions/transformer_engine.py",
-        "0.16 and later; experts from 0.18 on",
+        "0.16 and later; experts from 0.18 on, grouped tensors after 0.19",
         "when fused operations take a recipe for each call",
         on_instances=True,
+    ),
+    Change(
+        ("logging:LogRecord",),
+        "patches/megatron_bridge/settings.py",
+        "Puts Bridge's names of settings into this package's lines of the log.",
+        "https://docs.python.org/3/library/logging.html#logging.setLogRecordFactory",
+        "under Megatron-Bridge",
+        "when each message names settings for the training loop that runs",
     ),
     Change(
         ("megatron.core.transformer.attention:Attention.core_attention.current_max_attn_logits",),

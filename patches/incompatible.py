@@ -40,6 +40,14 @@ def _shards_weights(args: Namespace) -> bool:
     return any(int(getattr(args, name, None) or 1) > 1 for name in names)
 
 
+def _has_grouped_tensors(args: Namespace) -> bool:
+    if given("moe_single_grouped_weight")(args):
+        return True
+    # With the fuser Megatron (after 0.19) sets it itself, and fused operations read it alone.
+    is_fused = given("use_transformer_engine_op_fuser")(args)
+    return given("moe_use_grouped_tensor")(args) and not is_fused
+
+
 def _sends_quantized_tokens(args: Namespace) -> bool:
     names = ("moe_dispatch_fwd_dtype", "moe_combine_bwd_dtype")
     return any(getattr(args, name, "bf16") != "bf16" for name in names)
@@ -81,7 +89,7 @@ INCOMPATIBLE_FLAGS: tuple[FlagRow, ...] = (
     ),
     FlagRow(
         "--moe-use-grouped-tensor or --moe-single-grouped-weight",
-        given("moe_use_grouped_tensor", "moe_single_grouped_weight"),
+        _has_grouped_tensors,
         plans="refuses",
         text="the rows of experts are padded or their weights are one tensor",
     ),
@@ -198,6 +206,23 @@ def check_flags(args: Namespace) -> tuple[FlagRow, ...]:
     if refusals:
         raise UnsupportedError(*refusals)
     return active
+
+
+_OF_ARGUMENTS = frozenset({"transformer_impl"})
+"""What a script that builds its own model decides by its arguments: its config has a default."""
+
+
+def running_settings(args: Namespace, config: Any) -> Namespace:
+    """Return Megatron's settings as the built model runs them.
+
+    Megatron's own configs set some of them: from deprecated flags, and where one implies another.
+
+    Args:
+        args: Megatron's namespace.
+        config: the model's TransformerConfig, whose values win.
+    """
+    own = {name: value for name, value in vars(config).items() if name not in _OF_ARGUMENTS}
+    return Namespace(**{**vars(args), **own})
 
 
 def check_modules(model: Sequence[torch.nn.Module]) -> None:

@@ -22,8 +22,11 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
+from megatron_snip.config import SnipConfig
+from megatron_snip.linears.availability import resolve_formats
 from megatron_snip.linears.model import PlannedModel
 from megatron_snip.options import Option
+from megatron_snip.run.plans import RunPlans
 from megatron_snip.run.step import TrainingStep
 from megatron_snip.topology import Topology
 
@@ -210,3 +213,16 @@ def planned(model: Any, choice: Choice = "bf16", **settings: Any) -> PlannedMode
 def ours(caplog: Any) -> list[Any]:
     """This package's log records; Megatron's releases log warnings of their own."""
     return [record for record in caplog.records if record.name.startswith("megatron_snip")]
+
+
+def resolved(model: Any, **settings: Any) -> SnipConfig:
+    """The settings with the formats that `auto` means for a model."""
+    config = SnipConfig(**settings)
+    return resolve_formats(config, PlannedModel([model], Topology(), 7, config.backend))
+
+
+def run_plans(model: Any, tokens: int | None = None, **settings: Any) -> RunPlans:
+    """The plans of a run of one rank on a model."""
+    config = SnipConfig(**settings)
+    under = PlannedModel([model], Topology(), 7, config.backend, tokens)
+    return RunPlans(config, under, train_iters=None, calibration_cache=None)

@@ -24,6 +24,7 @@ from megatron_snip.formats import lowest_precision
 from megatron_snip.options import BF16, Granularity, enumerate_options, formats_in
 from megatron_snip.output import console
 from megatron_snip.planning.calibration import read_calibration, with_seconds
+from megatron_snip.planning.fixed import Fixed, Source
 from megatron_snip.planning.plan import PrecisionPlan, read_plan
 from megatron_snip.planning.planner import make_plan
 from megatron_snip.planning.policies import get_policy, policy_names
@@ -215,13 +216,17 @@ def _by_gemm(problem: PlanningProblem, path: Path) -> PlanningProblem:
     options = enumerate_options(formats, "gemm")
     refusals = {}
     for option in options:
-        unable = [name for name, own in formats_of.items() if not own.issuperset(option.formats)]
-        refusals[option] = dict.fromkeys(unable, "its problem has no such format")
+        lacking = [name for name, own in formats_of.items() if not own.issuperset(option.formats)]
+        refusals[option] = dict.fromkeys(lacking, "its problem has no such format")
     settings = read_snip_settings(directory) or SnipConfig()
-    pins = tuple(f"{glob}={option}" for glob, option in problem.pins)
-    settings = settings.model_copy(update={"pins": pins})
+    fixed = {
+        name: Fixed(parse_option(option), Source.PIN)
+        for glob, option in reversed(problem.pins)
+        for name in problem.names
+        if glob_matches(name, glob)
+    }
     lowest = lowest_precision(formats).name
-    table = divergence_table(statistics, options, lowest, settings, refusals)
+    table = divergence_table(statistics, options, lowest, settings, refusals, fixed)
     measured = {row.name: row.options for row in planning_problem(table, problem.target).linears}
     unable = {str(option): names for option, names in refusals.items()}
 

@@ -66,6 +66,7 @@ from megatron_snip.errors import UsageError
 from megatron_snip.files import checked, read_json, without_nan
 from megatron_snip.log import warn_once
 from megatron_snip.options import BF16, Option
+from megatron_snip.planning.fixed import FixedLinears
 from megatron_snip.planning.problem import (
     MAX_MAGNITUDE,
     LinearChoices,
@@ -149,6 +150,7 @@ def divergence_table(
     lowest_format: str,
     config: SnipConfig,
     refusals: Refusals | None = None,
+    fixed: FixedLinears | None = None,
     warn: bool = True,
     job: Mapping[str, Option] = MappingProxyType({}),
 ) -> DivergenceTable:
@@ -158,11 +160,12 @@ def divergence_table(
         table: The statistics.
         options: The options that a linear may choose, in the order of `enumerate_options`. A linear
             keeps one option, if no backward reached it or that option's quality loss is not finite:
-            that of its pin; without a pin the one of the most bits that it can run, and before that
-            what the job itself runs if no backward reached it.
+            the one that it is fixed to; else, if no backward reached it, what the job itself runs;
+            else the one of the most bits that it can run.
         lowest_format: The lowest precision among the formats.
-        config: SNIP's settings, of which `loss_divergence`, `weight_lambda` and `pins` are used.
+        config: SNIP's settings, of which `loss_divergence` and `weight_lambda` are used.
         refusals: The options that linears cannot run.
+        fixed: The linears whose option is fixed.
         warn: Whether to log what is forbidden; one rank of many is enough.
         job: The option that stands for what the job itself runs, by linear.
     """
@@ -193,7 +196,8 @@ def divergence_table(
     unknown: dict[str, Option] = {}
     forbidden: list[str] = []
     for linear in table.linears:
-        pin = config.pin_of(linear.name)
+        own = (fixed or {}).get(linear.name)
+        pin = None if own is None else own.option
         kept = pin or _highest(linear.name, options, refusals or {})
         if not _was_measured(linear):
             kept = pin or _unchanged(job.get(linear.name), options) or kept
@@ -314,7 +318,7 @@ def read_statistics(path: Path) -> StatisticsTable:
 def _with_nan(statistics: dict[str, Any]) -> dict[str, Any]:
     """Return a linear's statistics with NaN for what could not be measured, which is null."""
     found = {name: math.nan if value is None else value for name, value in statistics.items()}
-    formats = found.get("formats", {})
+    formats: dict[str, dict[str, Any]] = statistics.get("formats", {})
     found["formats"] = {
         name: {key: math.nan if value is None else value for key, value in row.items()}
         for name, row in formats.items()

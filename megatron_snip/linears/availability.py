@@ -10,90 +10,125 @@ import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-import torch
-from megatron.core.utils import get_model_config
-
-from megatron_snip.collectives import Control
 from megatron_snip.config import AUTO, SIMULATED_FORMATS, SnipConfig
 from megatron_snip.divergence.quality_loss import unmeasured_problem
 from megatron_snip.errors import UnsupportedError
-from megatron_snip.linears.model import PlannedModel
-from megatron_snip.linears.te.gathered_weights import gathers_exact
+from megatron_snip.linears.model import Job, PlannedModel
 from megatron_snip.linears.te.machine import (
     OVERRIDE,
     Machine,
     conflicting_settings,
     forward_only,
     te_support,
-    this_machine,
     unmeasured_settings,
 )
-from megatron_snip.linears.te.modules import te_kind, weights_of
 from megatron_snip.linears.te.recipe_table import RECIPES, RunPrecision
 from megatron_snip.log import warn_once_per_job
 from megatron_snip.options import BF16, Option, formats_in
 from megatron_snip.planning.calibration import CalibrationTable, with_seconds
-from megatron_snip.planning.problem import PlanningProblem
+from megatron_snip.planning.fixed import FixedLinears
+from megatron_snip.planning.problem import LinearChoices, OptionCost, PlanningProblem
 from megatron_snip.planning.restrictions import Refusals, reasons, restrict_problem
 from megatron_snip.planning.stage_layers import StageLayers
-from megatron_snip.quantizers.stored import is_quantized
 from megatron_snip.topology import LinearInfo
+from megatron_snip.types import glob_matches
 
 logger = logging.getLogger(__name__)
 
 
-def resolve_formats(
-    config: SnipConfig, model: Sequence[torch.nn.Module], control: Control
-) -> SnipConfig:
+LEAST_CHOICE = 0.5
+"""`auto` takes the two lowest formats where linears with at least this share of the FLOPs can run
+both of them. The FLOPs are those of linears that nothing fixes."""
+
+
+def resolve_formats(config: SnipConfig, model: PlannedModel) -> SnipConfig:
     """All ranks: return the settings with the formats that `auto` means for a model.
 
     Rank 0 logs them, with the recipe of each under Transformer Engine.
 
     Raises:
         UnsupportedError: on every rank, if Transformer Engine can run BF16 only on this machine.
+        UsageError: on every rank, if a pin's option is none of the formats, or a pin matches no
+            linear.
     """
-    with_te = any(te_kind(module) is not None for chunk in model for module in chunk.modules())
-    with_te = config.backend != "simulate" and control.any(with_te)
-    model_config = get_model_config(model[0])
-    run = RunPrecision.of(model_config)
+    machine = model.machine
+    with_te = model.backend == "te"
+    run = RunPrecision.of(model.config)
     if run.kind and not with_te:
         warn_once_per_job(
             logger,
             f"snip: simulated linears in a run with {run.flags}: what a plan leaves in bf16 runs "
             f"that instead, in evaluations too; drop --{run.kind}-format",
         )
-    machine = this_machine(with_te, model_config if with_te else None)
     formats = config.formats
     if config.formats == (AUTO,):
-        formats = SIMULATED_FORMATS
+        formats, why = SIMULATED_FORMATS, ""
         if with_te:
-            formats = _best_formats(model, machine, config.collect_only, control)
-        backend = "te" if with_te else "simulate"
-        if control.rank == 0:
-            logger.info("snip: formats auto: %s (backend %s)", ",".join(formats), backend)
+            formats, why = _best_formats(config, model)
+        if model.runtime.topology.rank == 0:
+            found = ",".join(formats)
+            logger.info("snip: formats auto: %s (backend %s)%s", found, model.backend, why)
     if with_te:
         _log_recipes(formats_in(formats), machine)
         if machine.backward_override:
             formats = _forward_only_formats(formats, machine)
-    return config.model_copy(update={"formats": formats})
+    config = config.model_copy(update={"formats": formats})
+    config.check_pins()
+    return config
 
 
-def _best_formats(
-    model: Sequence[torch.nn.Module],
-    machine: Machine,
-    collect_only: bool,
-    control: Control,
-) -> tuple[str, ...]:
-    """All ranks: return the formats that `auto` means under Transformer Engine."""
-    formats = te_formats(machine)
-    if not collect_only:  # what is measured only may be for another machine
-        fitting = []
-        for name in formats:
-            recipe, _ = te_support(name, machine)
-            if control.any(_fits_a_weight(recipe, model, machine)):
-                fitting.append(name)
-        formats = tuple(fitting)
-    return two_lowest(formats)
+def _best_formats(config: SnipConfig, model: PlannedModel) -> tuple[tuple[str, ...], str]:
+    """All ranks: return the formats that `auto` means under Transformer Engine, and why."""
+    lowest = two_lowest(te_formats(model.machine))
+    if config.collect_only and config.plan_file is None:
+        return lowest, ""  # what is measured only may be for another machine
+    pairs = _alternatives(model)
+    refusals = option_refusals(model, (option for pair in pairs.values() for option in pair))
+    available = AvailableOptions((), refusals, job=model.job)
+    free = {
+        each.name: each.flops_per_token
+        for each in model.all_linears
+        if not _is_ruled(each.name, config, model.job)
+    }
+    total = sum(free.values())
+
+    def share(formats: str) -> float:
+        """Return the share of the free linears' FLOPs that can choose between two formats."""
+        flops = 0.0
+        for name in free:
+            if all(available.can_run(name, option) for option in pairs[formats]):
+                flops += free[name]
+        return flops / total if total else 1.0
+
+    first = ",".join(lowest)
+    best = first if share(first) >= LEAST_CHOICE else max(pairs, key=share)
+    if best == first:
+        return lowest, ""
+    why: dict[str, str] = {}
+    for option in pairs[first]:
+        why |= {name: text for name, text in refusals[option].items() if name in free}
+    return tuple(best.split(",")), (
+        f": of the FLOPs that nothing fixes only {100 * share(first):.0f} % can choose between "
+        f"{first}: {reasons(why)}"
+    )
+
+
+def _is_ruled(name: str, config: SnipConfig, job: Job) -> bool:
+    """Return whether a pin or a rule of the job fixes a linear, or one that it is tied to."""
+
+    def is_ruled(each: str) -> bool:
+        if any(glob_matches(each, glob) for glob, _ in config.pin_pairs):
+            return True
+        is_freed = any(glob_matches(each, glob) for glob in config.free_globs)
+        return each in job.rules and not is_freed
+
+    return any(map(is_ruled, job.tied_to(name)))
+
+
+def _option(name: str, machine: Machine) -> Option:
+    """Return the option of a single format, as Transformer Engine runs it on a machine."""
+    option = Option.uniform(name)
+    return forward_only(option) if machine.backward_override else option
 
 
 def _forward_only_formats(formats: Sequence[str], machine: Machine) -> tuple[str, ...]:
@@ -106,22 +141,6 @@ def _forward_only_formats(formats: Sequence[str], machine: Machine) -> tuple[str
         logging.INFO,
     )
     return tuple(dict.fromkeys(named))
-
-
-def _fits_a_weight(recipe: str, model: Sequence[torch.nn.Module], machine: Machine) -> bool:
-    """Return whether any linear on this rank has a weight that a recipe can multiply.
-
-    A weight that is stored quantized has only what the run's own recipe or BF16 can multiply,
-    unless Megatron gathers it in BF16.
-    """
-    if recipe in ("bf16", machine.run_recipe):
-        return True
-    return any(
-        gathers_exact(chunk) or not all(map(is_quantized, weights_of(module)))
-        for chunk in model
-        for module in chunk.modules()
-        if te_kind(module) is not None
-    )
 
 
 def _log_recipes(formats: Sequence[str], machine: Machine) -> None:
@@ -176,20 +195,30 @@ class AvailableOptions:
         warnings: one line per option that some or all linears cannot run.
         calibration: seconds of every option that is not refused, if time is the objective. Then
             `refusals` has the options that are not faster than BF16 as well.
-        job: what the job itself runs each linear in.
-        ties: groups of linears that must have one option.
+        job: what the job itself runs.
         lowest_format: the format that the efficiency target counts.
         stage_layers: which layers each pipeline stage holds; None if that is not known.
+        fixed: the linears whose option is fixed.
+        pins: the rules among them, as the planner reads them.
+        alternatives: pairs of formats that Transformer Engine has on this machine, as
+            `--snip-formats` has them, with their options; `refusals` has these as well.
     """
 
     options: tuple[Option, ...]
     refusals: Refusals
     warnings: tuple[str, ...] = ()
     calibration: CalibrationTable | None = None
-    job: Mapping[str, Option] = field(default_factory=dict)
-    ties: tuple[tuple[str, ...], ...] = ()
+    job: Job = field(default_factory=lambda: Job({}))
     lowest_format: str = "bf16"
     stage_layers: StageLayers | None = None
+    fixed: FixedLinears = field(default_factory=dict)
+    pins: tuple[tuple[str, str], ...] = ()
+    alternatives: Mapping[str, tuple[Option, Option]] = field(default_factory=dict)
+
+    def can_run(self, name: str, option: Option) -> bool:
+        """Return whether a linear, and those that it is tied to, can run an option."""
+        refused = self.refusals.get(option, {})
+        return not any(each in refused for each in self.job.tied_to(name))
 
     def problem_without_measurements(
         self, linears: Sequence[LinearInfo], target: float
@@ -199,10 +228,32 @@ class AvailableOptions:
 
     def restrict(self, problem: PlanningProblem) -> PlanningProblem:
         """Return a problem with what linears can run, where they are, and seconds if any."""
-        problem = restrict_problem(problem, self.refusals, self.job, self.lowest_format)
-        facts = {"ties": self.ties, "stage_layers": self.stage_layers}
+        problem = restrict_problem(problem, self.refusals, self.job.options, self.lowest_format)
+        problem = problem.with_options(self._with_fixed)
+        facts = {"ties": self.job.ties, "pins": self.pins, "stage_layers": self.stage_layers}
         problem = problem.model_copy(update=facts)
         return problem if self.calibration is None else with_seconds(problem, self.calibration)
+
+    def _with_fixed(self, linear: LinearChoices) -> dict[str, OptionCost]:
+        """Return a linear's options; the one that it is fixed to is among them, and allowed.
+
+        The job may fix a linear to a format that the settings do not have, so that it is not
+        measured. What cannot be chosen has no quality loss that matters.
+        """
+        options = linear.options
+        fixed = self.fixed.get(linear.name)
+        if fixed is None:
+            return options
+        text = str(fixed.option)
+        if text in options:
+            cost = options[text]
+            loss = 0.0 if cost.quality_loss is None else cost.quality_loss
+            return {**options, text: cost.model_copy(update={"quality_loss": loss})}
+        if fixed.option == BF16 and self.calibration is None:
+            return options  # every problem allows a pin to bf16
+        scores = dict.fromkeys(next(iter(options.values())).scores, 0.0)
+        saving = fixed.option.share_in(self.lowest_format)
+        return {**options, text: OptionCost(quality_loss=0.0, saving=saving, scores=scores)}
 
 
 def available_options(model: PlannedModel, config: SnipConfig) -> AvailableOptions:
@@ -211,36 +262,47 @@ def available_options(model: PlannedModel, config: SnipConfig) -> AvailableOptio
     With `collect_only` and no plan file all options are returned: they are measured for other
     machines.
 
+    Args:
+        model: the planned linears.
+        config: the settings, with resolved formats.
+
     Raises:
         UnsupportedError: on every rank, if no linear can run the lowest precision, so that the
             efficiency target would have no meaning.
     """
-    job = model.job_options()
-    ties = model.ties()
+    job = model.job
     if config.collect_only and config.plan_file is None:
         return AvailableOptions(
             config.options,
             {},
             job=job,
-            ties=ties,
             lowest_format=config.lowest_format,
             stage_layers=model.stage_layers,
         )
     lowest = Option.uniform(config.lowest_format)
     # BF16 too: a pin may give it where the formats do not.
-    refusals = option_refusals(model, (*config.options, lowest, BF16))
+    alternatives = _alternatives(model)
+    others = [option for pair in alternatives.values() for option in pair]
+    refusals = option_refusals(model, (*config.options, lowest, BF16, *others))
     num_linears = len(model.all_linears)
     options = tuple(o for o in config.options if len(refusals[o]) < num_linears)
     if not any(option.share_in(config.lowest_format) for option in options):
+        runs = [
+            formats
+            for formats, pair in alternatives.items()
+            if all(len(refusals[option]) < num_linears for option in pair)
+        ]
+        like = f", such as {runs[0]}," if runs else ""
         raise UnsupportedError(
             f"no linear of this model can run {lowest}, the lowest precision of --snip-formats: "
-            f"{reasons(refusals[lowest])}; choose other formats or use --snip-backend simulate"
+            f"{reasons(refusals[lowest])}; choose other formats{like} or use --snip-backend "
+            "simulate"
         )
     warnings = []
-    if ties:
+    if job.ties:
         warnings.append(
-            f"the linears of {len(ties)} MLPs have one option each, because their operations are "
-            "fused"
+            f"the linears of {len(job.ties)} MLPs have one option each, because their operations "
+            "are fused"
         )
     for option in config.options:
         refused = refusals[option]
@@ -254,10 +316,22 @@ def available_options(model: PlannedModel, config: SnipConfig) -> AvailableOptio
         refusals,
         tuple(warnings),
         job=job,
-        ties=ties,
         lowest_format=config.lowest_format,
         stage_layers=model.stage_layers,
+        alternatives=alternatives,
     )
+
+
+def _alternatives(model: PlannedModel) -> dict[str, tuple[Option, Option]]:
+    """Return the pairs of formats of `AvailableOptions.alternatives`, the lowest pair first."""
+    if model.backend != "te":
+        return {}
+    every = ["bf16", *(name for name in SIMULATED_FORMATS if te_support(name, model.machine)[0])]
+    if len(every) < 2:
+        return {}
+    pairs = dict.fromkeys((two_lowest(every), *(("bf16", name) for name in every[1:])))
+    option_of = {name: _option(name, model.machine) for name in every}
+    return {",".join(pair): (option_of[pair[0]], option_of[pair[1]]) for pair in pairs}
 
 
 def _about_varying_lengths(options: Iterable[Option], machine: Machine) -> list[str]:
@@ -274,18 +348,21 @@ def _about_varying_lengths(options: Iterable[Option], machine: Machine) -> list[
 
 def option_refusals(model: PlannedModel, options: Iterable[Option]) -> dict[Option, dict[str, str]]:
     """All ranks, with the same options in the same order: return which linears cannot run them."""
-    distinct = list(dict.fromkeys(options))
+    wanted = list(dict.fromkeys(options))
+    unknown = [option for option in wanted if option not in model.refusals]
+    if unknown:
 
-    def own_refusals() -> list[dict[str, str]]:
-        own: list[dict[str, str]] = []
-        for option in distinct:
-            reason_of = {linear.name: linear.refusal(option) for linear in model.linears}
-            own.append({name: why for name, why in reason_of.items() if why is not None})
-        return own
+        def own_refusals() -> list[dict[str, str]]:
+            own: list[dict[str, str]] = []
+            for option in unknown:
+                reason_of = {linear.name: linear.refusal(option) for linear in model.linears}
+                own.append({name: why for name, why in reason_of.items() if why is not None})
+            return own
 
-    found: dict[Option, dict[str, str]] = {option: {} for option in distinct}
-    control = model.runtime.topology.control
-    for rank in control.gather("finding what linears can run", own_refusals).distinct():
-        for option, refused in zip(distinct, rank, strict=True):
-            found[option].update(refused)
-    return found
+        found: dict[Option, dict[str, str]] = {option: {} for option in unknown}
+        control = model.runtime.topology.control
+        for rank in control.gather("finding what linears can run", own_refusals).distinct():
+            for option, refused in zip(unknown, rank, strict=True):
+                found[option].update(refused)
+        model.refusals |= found
+    return {option: model.refusals[option] for option in wanted}

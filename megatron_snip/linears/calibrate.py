@@ -54,7 +54,7 @@ from megatron_snip.planning.calibration import (
     read_calibration,
 )
 from megatron_snip.quantizers.stochastic import StochasticStream, StreamKey
-from megatron_snip.types import Gemm, glob_matches, split_linear_name
+from megatron_snip.types import Gemm, split_linear_name
 from megatron_snip.version import PACKAGES, installed_version
 
 logger = logging.getLogger(__name__)
@@ -131,10 +131,10 @@ def timed_options(
     """All ranks: return the options with their seconds, for --snip-cost time.
 
     No linear gets an option that is not faster than BF16, or that `auto` could not measure, unless
-    a pin demands it.
+    it is fixed to it.
 
     Args:
-        available: what the linears can run.
+        available: what the linears can run, and what is fixed.
         model: the planned linears.
         config: the run's settings.
         cache: file of rank 0 for the table of `auto`; it is read again if shapes, device and
@@ -147,13 +147,15 @@ def timed_options(
         UnsupportedError: on every rank, if nothing is faster than BF16 (as in simulation).
     """
     make: Callable[[], CalibrationTable] = partial(read_calibration, config.calibration)
+    fixed_options = (each.option for each in available.fixed.values())
+    options = tuple(dict.fromkeys((*available.options, *fixed_options)))
     if config.calibration == Path(AUTO):
         if model.backend == "simulate":
             raise UnsupportedError(
                 "--snip-cost time: simulated formats are never faster than bf16; give the seconds "
                 "of another machine (--snip-calibration FILE), or use --snip-cost flops"
             )
-        make = partial(_cached, cache, _shapes(model, available.options), model.machine)
+        make = partial(_cached, cache, _shapes(model, options), model.machine)
     control = model.runtime.topology.control
     with naming_field("calibration"):
         made = control.on_rank_0("--snip-calibration", lambda: make().model_dump())
@@ -162,18 +164,18 @@ def timed_options(
     largest_saving_s = 0.0
     for option in available.options:
         refused = dict(available.refusals.get(option, {}))
-        pins = [glob for glob, wanted in config.pin_pairs if wanted == option]
         for linear in model.all_linears:
             name = linear.name
             if name in refused:
                 continue
-            is_pinned = any(glob_matches(name, glob) for glob in pins)
-            if config.calibration == Path(AUTO) and not is_pinned and not table.has(name, option):
+            fixed = available.fixed.get(name)
+            is_fixed = fixed is not None and fixed.option == option
+            if config.calibration == Path(AUTO) and not is_fixed and not table.has(name, option):
                 refused[name] = "its seconds could not be measured"
                 continue
             saving_s = table.seconds(name, 1.0, BF16) - table.seconds(name, 1.0, option)
             largest_saving_s = max(largest_saving_s, saving_s)
-            if saving_s <= 0.0 and option != BF16 and not is_pinned:
+            if saving_s <= 0.0 and option != BF16 and not is_fixed:
                 refused[name] = "it is not faster than bf16"
         refusals[option] = refused
     if not largest_saving_s:

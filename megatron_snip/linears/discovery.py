@@ -13,7 +13,7 @@ frozen weights; they keep the run's own precision.
 
 import logging
 import re
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -25,7 +25,6 @@ from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinea
 
 from megatron_snip.collectives import Control
 from megatron_snip.errors import UnsupportedError, UsageError
-from megatron_snip.linears.te.job import is_bf16_layer
 from megatron_snip.linears.te.modules import (
     TOKENS_KNOWN,
     is_grouped,
@@ -34,10 +33,9 @@ from megatron_snip.linears.te.modules import (
     weights_of,
 )
 from megatron_snip.log import warn_once, warn_once_per_job
-from megatron_snip.options import Option
 from megatron_snip.planning.stage_layers import StageLayers, outer_layer
 from megatron_snip.topology import Axis, LinearInfo, LinearKind, Placement, Topology
-from megatron_snip.types import linear_name, natural_key, split_linear_name
+from megatron_snip.types import linear_name, split_linear_name
 
 logger = logging.getLogger(__name__)
 
@@ -149,44 +147,6 @@ def expert_layers(model: Sequence[torch.nn.Module]) -> Iterator[tuple[str, Any]]
     for layer, name, module in _layer_modules(model):
         if hasattr(module, "token_dispatcher") and hasattr(module, "router"):
             yield linear_name(layer.number, f"{name}.experts", layer.block), module
-
-
-def bf16_layer_pins(
-    model: Sequence[torch.nn.Module],
-    topology: Topology,
-    pin_of: Callable[[str], Option | None] = lambda _: None,
-) -> tuple[str, ...]:
-    """All ranks: return pins for the layers of all stages that `--first-last-layers-bf16` names.
-
-    Args:
-        model: Megatron's model chunks.
-        topology: this rank's place.
-        pin_of: given a linear's name, returns the option of the user's pin, or None. That pin
-            counts.
-
-    Raises:
-        UnsupportedError: on every rank, if two linears of a rank have one name.
-    """
-
-    def own_pins() -> list[str]:
-        names_of = defaultdict(list)
-        for _, placements in find_linears(model, topology):
-            block, layer_index, _ = split_linear_name(placements[0].name)
-            names_of[block, layer_index].append(placements[0].name)
-        own = []
-        for layer in _planned_layers(model):
-            index = layer.number - 1
-            if not is_bf16_layer(getattr(layer.module, "config", None), layer.block, index):
-                continue
-            names = names_of[layer.block, index]
-            free = [name for name in names if pin_of(name) is None]
-            globs = [f"{layer.block}.layers.{index}.*"] if names and free == names else free
-            own += [f"{glob}=bf16" for glob in globs]
-        return own
-
-    gathered = topology.control.gather("finding the layers that stay BF16", own_pins)
-    found = {pin for pins in gathered.distinct() for pin in pins}
-    return tuple(sorted(found, key=natural_key))
 
 
 class _Layer(NamedTuple):

@@ -3,7 +3,8 @@
 from collections import Counter
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
+from dataclasses import dataclass, field
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -17,8 +18,9 @@ from megatron_snip.linears.megatron_linear import SimulatedMegatronLinear
 from megatron_snip.linears.planned_linear import PlannedLinear
 from megatron_snip.linears.runtime import Runtime
 from megatron_snip.linears.te.fresh_weights import FreshWeights
-from megatron_snip.linears.te.fused_mlp import FusedMLP, fused_mlps
+from megatron_snip.linears.te.fused_mlp import FusedMLP, fused_linears, fused_mlps
 from megatron_snip.linears.te.gathered_weights import GatheredWeights, gather_weights
+from megatron_snip.linears.te.job import file_rules, rule_of
 from megatron_snip.linears.te.linear import RecipeTELinear
 from megatron_snip.linears.te.machine import (
     Machine,
@@ -29,9 +31,37 @@ from megatron_snip.linears.te.machine import (
 from megatron_snip.linears.te.modules import te_kind
 from megatron_snip.linears.te.simulated import SimulatedTELinear
 from megatron_snip.options import BF16, Option
+from megatron_snip.planning.fixed import FixedLinears, Source
 from megatron_snip.planning.plan import PrecisionPlan
 from megatron_snip.statistics.sharded import local
 from megatron_snip.topology import LinearInfo, Placement, Topology
+
+
+@dataclass(frozen=True)
+class Job:
+    """What the job runs without SNIP; the same on all ranks.
+
+    Attributes:
+        options: the option that stands for what each linear runs.
+        rules: which of the job's own rules fixes it, of the linears that one fixes.
+        ties: groups of linears that must have one option, in model order.
+        unused_rules: rules of the precision file that decide for no module of any rank.
+        has_te: whether Transformer Engine runs linears of any rank.
+    """
+
+    options: Mapping[str, Option]
+    rules: Mapping[str, Source] = field(default_factory=dict)
+    ties: tuple[tuple[str, ...], ...] = ()
+    unused_rules: tuple[str, ...] = ()
+    has_te: bool = False
+
+    def tied_to(self, name: str) -> tuple[str, ...]:
+        """Return the linears that have the option of this one, itself among them."""
+        return self._groups.get(name, (name,))
+
+    @cached_property
+    def _groups(self) -> dict[str, tuple[str, ...]]:
+        return {name: names for names in self.ties for name in names}
 
 
 class PlannedModel:
@@ -46,7 +76,8 @@ class PlannedModel:
         all_linears: every linear of the model, in the same order on all ranks.
         stage_layers: which layers each pipeline stage holds, the same on all ranks; None where
             numbers do not tell layers apart.
-        has_fused_mlps: whether MLPs of any rank run fused operations; the same on all ranks.
+        job: what the job runs without SNIP; the same on all ranks.
+        refusals: what `option_refusals` has found so far; the same on all ranks.
         changes: how often the option of each linear of the model has changed; the same on all
             ranks.
     """
@@ -75,11 +106,18 @@ class PlannedModel:
         self.linears: list[PlannedLinear] = []
         self._overrides: list[FreshWeights | GatheredWeights | FusedMLP] = []
         self._own_ties: list[list[str]] = []
+        self._own_rules: dict[str, Source] = {}
+        self._own_file_rules: dict[str, bool] = {}
         reading = partial(self._plan_own_linears, backend)
         own = topology.control.unless_refused("reading the model's linears", reading)
         self.all_linears: tuple[LinearInfo, ...] = global_linears(own, topology)
         self.stage_layers = stage_layers(self.all_linears, topology, len(self.chunks))
-        self.has_fused_mlps = topology.control.any(bool(self._own_ties))
+        self.refusals: dict[Option, dict[str, str]] = {}
+        self.job = self._gathered_job()
+        if self.job.has_te and self.backend == "simulate" and backend != "simulate":
+            # A pipeline stage without layers: its settings and records are those of the others.
+            self.backend = "te"
+            self.machine = this_machine(True, self.config)
         if not self.all_linears:
             raise UnsupportedError(
                 "the model's layers have no linears to plan: neither Megatron's "
@@ -158,7 +196,7 @@ class PlannedModel:
     @contextmanager
     def running_as_job(self) -> Iterator[None]:
         """All ranks, while no forward-backward runs: run what the job itself runs in the block."""
-        job = self.job_options()
+        job = self.job.options
         if set(job.values()) == {BF16}:
             with self.runtime.running_in_bf16():
                 yield
@@ -170,20 +208,42 @@ class PlannedModel:
         finally:
             self.apply(options)
 
-    def job_options(self) -> dict[str, Option]:
-        """All ranks: return the option that stands for what the job itself runs, by linear."""
-        own = {linear.name: str(linear.job_option) for linear in self.linears}
-        control = self.runtime.topology.control
-        ranks = control.gather("reading what the job runs", lambda: own).distinct()
-        return {name: Option.parse(text) for rank in ranks for name, text in rank.items()}
+    @property
+    def has_fused_mlps(self) -> bool:
+        """Whether MLPs of any rank run fused operations; the same on all ranks."""
+        return bool(self.job.ties)
 
-    def ties(self) -> tuple[tuple[str, ...], ...]:
-        """All ranks: return the groups of linears that must have one option, in model order."""
-        order = {linear.name: i for i, linear in enumerate(self.all_linears)}
+    def _gathered_job(self) -> Job:
+        """All ranks: return what the job runs without SNIP, in one exchange."""
+        own = {
+            "has_te": self.backend == "te",
+            "options": {linear.name: str(linear.job_option) for linear in self.linears},
+            "rules": self._own_rules,
+            "ties": self._own_ties,
+            "file": self._own_file_rules,
+        }
+        has_te = False
+        options: dict[str, Option] = {}
+        rules: dict[str, Source] = {}
+        ties: set[tuple[str, ...]] = set()
+        decides: dict[str, bool] = {}
         control = self.runtime.topology.control
-        gathered = control.gather("finding fused MLPs", lambda: self._own_ties)
-        found = {tuple(names) for rank in gathered.distinct() for names in rank}
-        return tuple(sorted(found, key=lambda names: order[names[0]]))
+        for rank in control.gather("reading what the job runs", lambda: own).distinct():
+            has_te |= rank["has_te"]
+            options |= {name: Option.parse(text) for name, text in rank["options"].items()}
+            rules |= {name: Source(text) for name, text in rank["rules"].items()}
+            ties |= {tuple(names) for names in rank["ties"]}
+            # A rule may match modules of another pipeline stage alone.
+            for rule, does in rank["file"].items():
+                decides[rule] = does or decides.get(rule, False)
+        order = {linear.name: i for i, linear in enumerate(self.all_linears)}
+        return Job(
+            options,
+            rules,
+            tuple(sorted(ties, key=lambda names: order[names[0]])),
+            tuple(rule for rule, does in decides.items() if not does),
+            has_te,
+        )
 
     @property
     def experts_run_as_the_job(self) -> bool:
@@ -206,7 +266,9 @@ class PlannedModel:
         recipes = {name: te_support(name, self.machine)[0] for name in names}
         return {name: recipe for name, recipe in recipes.items() if recipe}
 
-    def resolved(self, plan: PrecisionPlan, iteration: int) -> dict[str, Any]:
+    def resolved(
+        self, plan: PrecisionPlan, iteration: int, fixed: FixedLinears | None = None
+    ) -> dict[str, Any]:
         """All ranks, after a plan was applied: return what all linears of the model resolved to.
 
         It is the content of precision/<iteration>.json (schema version 2), with the linears in the
@@ -218,6 +280,7 @@ class PlannedModel:
                             Transformer Engine's recipe
             backend         simulate or te
             weight_storage  dtype of the parameter between steps, or the class of a quantized one
+            fixed           what fixes its option (`planning.fixed.Source`); null: the planner's
 
         If the ranks or experts that hold a linear report different values, they are joined by
         ` / `.
@@ -225,7 +288,9 @@ class PlannedModel:
         Args:
             plan: the current one.
             iteration: the first that runs under it.
+            fixed: the linears whose option is fixed.
         """
+        fixed = fixed or {}
         own = [
             [linear.name, str(linear.option), linear.recipe, linear.backend, storage]
             for linear in self.linears
@@ -240,7 +305,8 @@ class PlannedModel:
         rows = []
         for name in plan.linears:
             values = (" / ".join(dict.fromkeys(each)) for each in zip(*by_name[name], strict=True))
-            rows.append({"name": name, **dict(zip(columns, values, strict=True))})
+            source = str(fixed[name].source) if name in fixed else None
+            rows.append({"name": name, **dict(zip(columns, values, strict=True)), "fixed": source})
         return {
             "version": 2,
             "iteration": iteration,
@@ -269,7 +335,18 @@ class PlannedModel:
         with_te = backend != "simulate" and any(te_kind(module) for module, _ in found)
         self.backend = "te" if with_te else "simulate"
         self.machine = this_machine(with_te, self.config if with_te else None)
-        self.linears = [self._planned(module, places, backend) for module, places in found]
+        fused_modules = {id(each) for chunk in self.chunks for each in fused_linears(chunk)}
+        self.linears = [
+            self._planned(module, places, backend, id(module) in fused_modules)
+            for module, places in found
+        ]
+        # Before `install` changes what the modules run.
+        rules = {
+            each.name: rule_of(each.module, each.name, id(each.module) in fused_modules)
+            for each in self.linears
+        }
+        self._own_rules = {name: rule for name, rule in rules.items() if rule is not None}
+        self._own_file_rules = file_rules(self.chunks)
         fused: list[FusedMLP] = []
         for chunk in self.chunks:
             fused += fused_mlps(chunk, self.linears, self.runtime)
@@ -282,7 +359,11 @@ class PlannedModel:
         return [placement for _, placements in found for placement in placements]
 
     def _planned(
-        self, module: torch.nn.Module, placements: Sequence[Placement], backend: Backend
+        self,
+        module: torch.nn.Module,
+        placements: Sequence[Placement],
+        backend: Backend,
+        is_fused: bool,
     ) -> PlannedLinear:
         """Return a linear under its backend.
 
@@ -292,7 +373,7 @@ class PlannedModel:
         if te_kind(module) is not None:
             if backend == "simulate":
                 return SimulatedTELinear(module, placements, self.runtime)
-            return RecipeTELinear(module, placements, self.runtime, self.machine)
+            return RecipeTELinear(module, placements, self.runtime, self.machine, is_fused)
         if backend == "te":
             raise UnsupportedError(
                 f"--snip-backend te runs Transformer Engine's linears, and {placements[0].name} is "

@@ -195,7 +195,7 @@ class Constraints:
             f"{label} (null quality_loss{left})" if label == FORBIDDEN else label
             for label in conflicts
         ]
-        if len(texts) > MOST_SHOWN:  # a run can have a pin for each linear (`runnable_pins`)
+        if len(texts) > MOST_SHOWN:  # a run can have a pin for each linear (`fixed_pins`)
             texts[MOST_SHOWN:] = [f"{len(texts) - MOST_SHOWN} more"]
         best = self._best_target()
         if best is None:

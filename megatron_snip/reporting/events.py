@@ -6,7 +6,7 @@ come in any order. Iterations are Megatron's (1-based).
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal, Protocol
 
@@ -106,9 +106,11 @@ class Settings:
 
     Attributes:
         values: SNIP's settings as plain values, with the target that the linears can reach.
+        fixed: How many linears have a fixed option, by what fixes them, with an example of each.
     """
 
     values: dict[str, Any]
+    fixed: dict[str, dict[str, Any]] = field(default_factory=dict)
 
 
 Payload = PlanApplied | Measurement | Notice | Metrics | Settings

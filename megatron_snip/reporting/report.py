@@ -127,7 +127,8 @@ def frontier_of(run: RunRecord) -> figures.Points | str:
         return "This version of megatron-snip cannot read the run's settings."
     update = {"policy": "snip", "time_limit_s": TIME_LIMIT_S}
     try:
-        settings = PlanSettings(**run.snip.planning_values()).model_copy(update=update)
+        settings = PlanSettings(**run.snip.planning_values(), pins=run.problem.pins)
+        settings = settings.model_copy(update=update)
         points = frontier(run.problem, settings, TARGETS)
     except SnipError as error:
         return f"It cannot be computed: {error}"

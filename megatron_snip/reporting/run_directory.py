@@ -147,8 +147,9 @@ class RunDirectory:
         self.begin()
         self._row_at = event.iteration
         match event.payload:
-            case Settings(values):
-                self.start({**self._settings, "snip": values})
+            case Settings(values, fixed):
+                config = {**self._settings, "snip": values}
+                self.start({**config, "fixed": fixed} if fixed else config)
             case Measurement() as measured:
                 self._row["refresh_s"] = measured.seconds
                 table = divergences_dict(measured.divergences)

@@ -90,7 +90,7 @@ class _Dashboard(ABC):
         scalars = self._scalars.values(event)
         payload = event.payload
         if isinstance(payload, Settings):
-            self._show(payload.values)
+            self._show(payload.values | ({"fixed": payload.fixed} if payload.fixed else {}))
             return
         is_ordinary = isinstance(payload, Metrics) and not payload.is_addition
         if not is_ordinary or event.iteration % self._interval == 0:

@@ -24,16 +24,15 @@ import torch
 from megatron_snip.collectives import RemoteFailure
 from megatron_snip.config import SnipConfig
 from megatron_snip.errors import PlanningError
-from megatron_snip.linears.availability import resolve_formats
 from megatron_snip.linears.discovery import current_topology
 from megatron_snip.linears.model import PlannedModel
 from megatron_snip.log import set_iteration
+from megatron_snip.planning.fixed import by_source, summary
 from megatron_snip.planning.plan import (
     PrecisionPlan,
     changed_linears,
     without_objective,
 )
-from megatron_snip.planning.settings import PlanSettings
 from megatron_snip.planning.solver_process import SolverProcess
 from megatron_snip.reporting.events import (
     Event,
@@ -129,7 +128,6 @@ class SnipController:
             num_done = state.iteration
         # What the model is, what it can run, and under which settings.
         topology = current_topology() if topology is None else topology
-        config = resolve_formats(config, model, topology.control)
         self.model = PlannedModel(
             model, topology, seed, config.backend, microbatch_tokens, encoder_tokens
         )
@@ -145,6 +143,9 @@ class SnipController:
         self._reporter = Reporter(writers, logs=topology.rank == 0)
         for text in self._plans.available.warnings:
             self._reporter.warn(text)
+        fixed = self._plans.available.fixed
+        if fixed:
+            self._reporter.log(summary(fixed, len(self.model.all_linears)))
         if state is not None:
             state, warning = state_of_model(state, (each.name for each in self.model.all_linears))
             if warning is not None:
@@ -175,8 +176,8 @@ class SnipController:
         self._before: ControllerState | None = None
         self.model.install()
         # From here on nothing is refused, so a writer may replace the files of an earlier run.
-        if self.config != config:  # a default target out of reach, or pins that cannot run
-            settings = Settings(self.config.model_dump(mode="json"))
+        if self.config != config or fixed:
+            settings = Settings(self.config.model_dump(mode="json"), by_source(fixed))
             self._reporter.write(Event(num_done, settings))
         self._start(state, first, num_done)
 
@@ -197,12 +198,11 @@ class SnipController:
         sigmas = config.guard_sigmas if is_guarded else None
         self._guard = Guard(sigmas, self.model, self._optimizer, self._plans.job_fallback)
         self._alerts = Alerts(config.alerts)
-        settings = PlanSettings(**config.planning_values(), seed=seed)
         if runtime.topology.rank != 0 or not self._schedule.changes_plans:
             solver = None
         elif solver is None:
             solver = SolverProcess()
-        self._solve = Solve(settings, self._control, solver)
+        self._solve = Solve(self._plans.plan_settings(seed), self._control, solver)
         self.evaluations = Evaluations(
             config.eval_precision, self.model, self._reporter, self._observations, num_done
         )

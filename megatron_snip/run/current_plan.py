@@ -55,7 +55,7 @@ class CurrentPlan:
         """
         self._model.apply(self.plan.linears)
         # A new run's changes are counted from what the job itself runs.
-        job = self._plans.available.job
+        job = self._plans.available.job.options
         before = job if former is None else former.linears
         num_changed = 0
         for name, option in self.plan.linears.items():
@@ -137,7 +137,7 @@ class CurrentPlan:
             num_changed,
             waited_s=waited_s,
             resumed=is_resumed,
-            resolved=self._model.resolved(self.plan, iteration),
+            resolved=self._model.resolved(self.plan, iteration, self._plans.available.fixed),
             saving_s=saving_s,
         )
         self._reporter.write(Event(iteration, applied))

@@ -1,18 +1,19 @@
 """Whether any plan satisfies the settings, asked before the first iteration.
 
 A target of the user's that no plan reaches ends the run with an error (`check_settings`). The
-default target is lowered to what the linears can reach, with a warning (`reachable_target`). A pin
-whose glob matches linears that cannot run its option holds for the others (`runnable_pins`).
+default target is lowered to what the linears can reach, with a warning (`reachable_target`). Before
+that, `with_fixed_linears` makes the list of the linears that are fixed.
 """
 
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
 
-from megatron_snip.config import SnipConfig
+from megatron_snip.config import FREE, SnipConfig
 from megatron_snip.errors import InfeasiblePlanError, UsageError, listing, naming_field
 from megatron_snip.linears.availability import AvailableOptions
 from megatron_snip.options import BF16, Option
 from megatron_snip.planning.constraints import make_constraints
+from megatron_snip.planning.fixed import Fixed, Source, fixed_pins, summary
 from megatron_snip.planning.option_table import make_table
 from megatron_snip.planning.policies import get_policy
 from megatron_snip.planning.problem import PlanningProblem
@@ -20,21 +21,27 @@ from megatron_snip.planning.restrictions import nearest_option, reasons
 from megatron_snip.planning.settings import PlanSettings
 from megatron_snip.planning.ties import TIED, merged
 from megatron_snip.topology import LinearInfo
-from megatron_snip.types import glob_matches, has_wildcards, natural_key
+from megatron_snip.types import glob_matches
 
 
-def check_settings(problem: PlanningProblem, config: SnipConfig, settings: PlanSettings) -> None:
+def check_settings(
+    problem: PlanningProblem,
+    config: SnipConfig,
+    settings: PlanSettings,
+    available: AvailableOptions,
+) -> None:
     """Refuse settings under which no plan can be made.
 
     Args:
         problem: what every linear can run, at the highest target of the run.
         config: the run's settings.
         settings: the planner's part of them.
+        available: what the linears can run, and what is fixed.
 
     Raises:
         UsageError: if the policy is unknown or has no target to schedule, a pin does not fit the
             model, or the plan file would never run.
-        InfeasiblePlanError: if the constraints cannot be met.
+        InfeasiblePlanError: if the constraints cannot be met. It names settings that help.
     """
     with naming_field("policy"):
         policy = get_policy(config.policy, problem)
@@ -48,8 +55,12 @@ def check_settings(problem: PlanningProblem, config: SnipConfig, settings: PlanS
             field="plan_file",
         )
     must_exist = makes_plans and (config.target_changes or policy.needs_statistics)
-    with naming_field("pins"):
-        check_constraints(problem, settings, must_exist)
+    try:
+        with naming_field("pins"):
+            check_constraints(problem, settings, must_exist)
+    except InfeasiblePlanError as error:
+        text = f"{error}{_advice(problem, available, error.best_target or 0.0)}"
+        raise InfeasiblePlanError(text, error.conflicts, error.best_target) from None
 
 
 def check_constraints(
@@ -73,15 +84,20 @@ def check_constraints(
         constraints.checked_task()
 
 
-def runnable_pins(
+def with_fixed_linears(
     config: SnipConfig, linears: Sequence[LinearInfo], available: AvailableOptions
-) -> tuple[SnipConfig, list[str]]:
-    """Return the settings with pins that the linears can run, and warnings.
+) -> AvailableOptions:
+    """Return what the linears can run with the list of what is fixed, and with warnings.
 
-    A linear that matches a glob and cannot run its option gets the nearest option of no lower
-    precision. The glob is then replaced by the names of its linears. A glob whose option no linear
-    can run stays, and so does a pin that names a linear: `check_settings` refuses them. A pin of a
-    tied linear holds for the linears that it is tied to: those without a pin get one of their own.
+    The first of these that applies to a linear fixes it:
+
+        a pin               its option. A linear that cannot run it, among others that match the
+                            glob, gets the nearest option of no lower precision
+        a tie to such one   the same option
+        `GLOB=free`         nothing: the job's own rules do not count
+        a rule of the job   what the job runs there
+        a tie to such one   the same option
+        no other choice     what the job runs there
 
     Args:
         config: the run's settings.
@@ -89,69 +105,119 @@ def runnable_pins(
         available: what they can run.
 
     Raises:
-        UsageError: for a pin to BF16 of linears that cannot run it.
+        UsageError: for a pin that matches no linear, whose option no linear that it matches can
+            run, or that contradicts another pin; and for a pin to BF16 of linears that cannot run
+            it.
     """
-    tied = {name: names for names in available.ties for name in names}
-
-    def can_run(name: str, option: Option) -> bool:
-        refused = available.refusals.get(option, {})
-        return not any(each in refused for each in tied.get(name, (name,)))
-
-    def runnable(name: str, option: Option) -> Option:
-        if can_run(name, option):
-            return option
-        job = available.job[name]
-        options = [other for other in available.options if can_run(name, other)] or [job]
-        nearest = nearest_option(option, options)
-        return nearest if nearest in options or can_run(name, BF16) else job
-
-    pins: list[str] = []
-    warnings = []
-    for pin, (glob, option) in zip(config.pins, config.pin_pairs, strict=True):
-        matching = [each.name for each in linears if glob_matches(each.name, glob)]
-        unable = [name for name in matching if not can_run(name, option)]
-        if option == BF16 and unable:  # no other option has as many bits
-            why = reasons({name: available.refusals[BF16].get(name, TIED) for name in unable})
-            raise UsageError(f"'{pin}': {listing(unable, 3)} cannot run bf16: {why}", "pins")
-        partners = _partners(matching, tied, config)
-        if not has_wildcards(glob) or not unable or unable == matching:
-            pins.append(pin)
-            pins += [f"{name}={option}" for name in partners]
-            continue
-        found = {name: runnable(name, option) for name in (*matching, *partners)}
-        # A linear that runs only the job's own option needs no pin, and the settings may have none.
-        allowed = (BF16, *available.options)
-        pins += [f"{name}={each}" for name, each in found.items() if each in allowed]
-        others = ", ".join(dict.fromkeys(str(found[name]) for name in unable))
-        why = reasons({name: available.refusals[option].get(name, TIED) for name in unable})
+    names = [linear.name for linear in linears]
+    job = available.job
+    fixed, warnings = _pinned(config, names, available)
+    freed = {name for glob in config.free_globs for name in _matching(names, glob)}
+    for name, rule in job.rules.items():
+        if name not in freed:
+            fixed.setdefault(name, Fixed(job.options[name], rule))
+    for name in names:
+        for other in job.tied_to(name):
+            if other in fixed:
+                fixed.setdefault(name, Fixed(fixed[other].option, Source.TIE))
+        runs = {option for option in available.options if available.can_run(name, option)}
+        if runs <= {job.options[name]} and runs != set(available.options):
+            fixed.setdefault(name, Fixed(job.options[name], Source.LIMIT))
+    in_order = {name: fixed[name] for name in names if name in fixed}
+    if freed and freed.isdisjoint(job.rules):
         warnings.append(
-            f"pin {pin}: {len(unable)} of {len(matching)} linears run {others} instead: "
-            f"{listing(unable, 3)}: {why}"
+            f"--snip-pins {config.free_globs[0]}={FREE} frees nothing: no rule of the job fixes "
+            "such a linear"
         )
-    return config.model_copy(update={"pins": tuple(pins)}), warnings
+    if job.unused_rules:
+        warnings.append(
+            f"{len(job.unused_rules)} rules of {Source.FILE} decide for no module of any rank: "
+            f"{listing(job.unused_rules, 3)}"
+        )
+    return replace(
+        available,
+        fixed=in_order,
+        pins=fixed_pins(in_order, names, config.pin_pairs),
+        warnings=(*available.warnings, *warnings),
+    )
 
 
-def _partners(
-    names: Sequence[str], tied: Mapping[str, Sequence[str]], config: SnipConfig
-) -> list[str]:
-    """Return the other linears that these are tied to and that no pin matches, in one order."""
-    found = {other for name in names for other in tied.get(name, ())} - set(names)
-    return sorted((name for name in found if config.pin_of(name) is None), key=natural_key)
+def _pinned(
+    config: SnipConfig, names: Sequence[str], available: AvailableOptions
+) -> tuple[dict[str, Fixed], list[str]]:
+    """Return what the pins fix, with the linears that are tied to theirs, and warnings."""
+    fixed: dict[str, Fixed] = {}
+    pin_of: dict[str, str] = {}
+
+    def fix(name: str, option: Option, pin: str, source: Source) -> None:
+        other = pin_of.setdefault(name, pin)
+        if fixed.setdefault(name, Fixed(option, source)).option != option:
+            text = f"'{other}' and '{pin}' give {name} two options; drop one of them"
+            raise UsageError(text, "pins")
+
+    warnings = []
+    for glob, option in config.pin_pairs:
+        pin = f"{glob}={option}"
+        matching = _matching(names, glob)
+        unable = [name for name in matching if not available.can_run(name, option)]
+        refused = available.refusals.get(option, {})
+        why = reasons({name: refused.get(name, TIED) for name in unable})
+        # No other option has as many bits as bf16.
+        if unable and (option == BF16 or unable == matching):
+            raise UsageError(f"'{pin}': {listing(unable, 3)} cannot run {option}: {why}", "pins")
+        found = {name: _runnable(name, option, available) for name in matching}
+        for name, runs in found.items():
+            fix(name, runs, pin, Source.PIN)
+            for other in available.job.tied_to(name):
+                fix(other, runs, pin, Source.TIE)
+        if unable:
+            others = ", ".join(dict.fromkeys(str(found[name]) for name in unable))
+            warnings.append(
+                f"pin {pin}: {len(unable)} of {len(matching)} linears run {others} instead: "
+                f"{listing(unable, 3)}: {why}"
+            )
+    return fixed, warnings
+
+
+def _matching(names: Sequence[str], glob: str) -> list[str]:
+    """Return the names that match a glob of the pins.
+
+    Raises:
+        UsageError: if none does.
+    """
+    matching = [name for name in names if glob_matches(name, glob)]
+    if not matching:
+        text = f"'{glob}': no linear's name matches; names look like '{names[0]}'"
+        raise UsageError(text, "pins")
+    return matching
+
+
+def _runnable(name: str, option: Option, available: AvailableOptions) -> Option:
+    """Return an option for a linear, or the nearest one that it can run of no lower precision."""
+    if available.can_run(name, option):
+        return option
+    job = available.job.options[name]
+    options = [other for other in available.options if available.can_run(name, other)] or [job]
+    nearest = nearest_option(option, options)
+    return nearest if nearest in options or available.can_run(name, BF16) else job
 
 
 def reachable_target(
     config: SnipConfig, linears: Sequence[LinearInfo], available: AvailableOptions
 ) -> tuple[SnipConfig, list[str]]:
-    """Return the settings with a target that the linears can reach, and warnings.
+    """Return the settings with a default target that leaves a choice, and warnings.
 
-    Only the default target is lowered, and not to 0. A target that the user set stays, and so do
-    the settings of a run that makes no plans, whose policy has no target, or whose target schedule
-    has one from the first iteration on.
+    Where the linears cannot all run the lowest precision, the default is a share of what they can
+    reach. A target that the user set stays, and so do the settings of a run that makes no plans,
+    whose policy has no target, or whose target schedule has one from the first iteration on.
 
     Args:
         config: the run's settings.
         linears: all linears of the model.
-        available: what they can run.
+        available: what they can run, and what is fixed.
+
+    Raises:
+        UsageError: if the options leave no linear a choice.
     """
     has_own_target = "efficiency_target" in config.model_fields_set
     if has_own_target or config.is_scheduled_from_the_start or config.collect_only:
@@ -159,55 +225,70 @@ def reachable_target(
     with naming_field("policy"):
         if not get_policy(config.policy).heeds_target:
             return config, []
-    warnings = []
-    share = _lowered_share(config, available)
-    if share < 1.0:
-        default = config.efficiency_target
-        config = _with_target(config, round(default * share, 6))
-        why = f"{default:g} of the {share:.3g} that the options can lower to {config.lowest_format}"
-        warnings.append(_warning(config, why))
-    best = _best_target(config, linears, available)
-    if best is not None and 0 < best < config.efficiency_target:
-        former = config.efficiency_target
-        config = _with_target(config, math.floor(best * 1e6) / 1e6)
-        why = f"the highest that these linears can reach, and not {former:g}"
-        warnings.append(_warning(config, why))
-    return config, warnings
-
-
-def _lowered_share(config: SnipConfig, available: AvailableOptions) -> float:
-    """Return the largest share of a linear's FLOPs that an option lowers; 1 if time counts.
-
-    Where every option has a GEMM in higher precision, the default target in a plan's FLOPs would
-    otherwise be out of reach, or leave the planner no choice.
-    """
-    if config.cost == "time":
-        return 1.0
-    return max(option.share_in(config.lowest_format) for option in available.options)
-
-
-def _best_target(
-    config: SnipConfig, linears: Sequence[LinearInfo], available: AvailableOptions
-) -> float | None:
-    """Return the highest target that the linears reach under the pins.
-
-    None if they reach the target of the settings, or if the pins contradict each other.
-    """
-    problem = available.problem_without_measurements(linears, config.efficiency_target)
+    problem = available.problem_without_measurements(linears, target=1.0)
+    has_choice = any(
+        len(row.options) > 1 and row.name not in available.fixed for row in problem.linears
+    )
+    if len(available.options) > 1 and not has_choice:
+        text = f"nothing is left to plan with --snip-formats {','.join(config.formats)}"
+        if available.fixed:
+            text += f": {summary(available.fixed, len(linears))}"
+        raise UsageError(text + _advice(problem, available, 0.0))
+    best = 1.0
     try:
         with naming_field("pins"):
-            check_constraints(problem, PlanSettings(**config.planning_values()))
+            settings = PlanSettings(**config.planning_values(), pins=available.pins)
+            check_constraints(problem, settings)
     except InfeasiblePlanError as error:
-        return error.best_target
-    return None
-
-
-def _with_target(config: SnipConfig, target: float) -> SnipConfig:
-    return config.model_copy(update={"efficiency_target": target})
-
-
-def _warning(config: SnipConfig, why: str) -> str:
-    return (
-        f"the efficiency target is {config.efficiency_target:g}, {why}; "
-        "--snip-efficiency-target sets another"
+        best = error.best_target or 0.0
+    if best == 0.0:  # `check_settings` refuses it
+        return config, []
+    default = config.efficiency_target
+    least = 0.0  # what fixed linears save in any plan
+    if config.cost == "flops":
+        flops = {row.name: row.flops for row in problem.linears}
+        for name, each in available.fixed.items():
+            share = each.option.share_in(config.lowest_format)
+            least += flops[name] * share / sum(flops.values())
+    target = round(least + default * max(best - least, 0.0), 6)
+    if target == default:
+        return config, []
+    above = f" above the {least:.3g} of fixed linears" if least else ""
+    warning = (
+        f"the efficiency target is {target:g}, {default:g} of the {best - least:.3g} that linears "
+        f"can reach{above}; --snip-efficiency-target sets another"
     )
+    return config.model_copy(update={"efficiency_target": target}), [warning]
+
+
+def _advice(problem: PlanningProblem, available: AvailableOptions, reached: float) -> str:
+    """Return which settings let the linears reach a higher target, or an empty text.
+
+    Args:
+        problem: the linears.
+        available: what they can run, and what is fixed.
+        reached: what the run's settings reach.
+    """
+    advice = []
+    ruled = {name: each for name, each in available.fixed.items() if each.source.is_rule}
+    free = [row for row in problem.linears if row.name not in ruled]
+    total = sum(row.flops for row in problem.linears)
+    best = ("", reached)
+    for formats, (higher, lower) in available.alternatives.items():
+        runs = [row for row in free if available.can_run(row.name, lower)]
+        flops = sum(row.flops for row in runs)
+        for row in problem.linears:
+            if row.name in ruled:
+                flops += row.flops * ruled[row.name].option.share_in(lower.fprop)
+        can_choose = any(available.can_run(row.name, higher) for row in runs)
+        if can_choose and flops > best[1] * total * (1 + 1e-9):
+            best = (formats, flops / total)
+    if best[0]:
+        advice.append(f"--snip-formats {best[0]} reaches {best[1]:.3g}")
+    freeable = [name for name, each in ruled.items() if each.source.is_of_the_job]
+    if freeable:
+        advice.append(
+            f"--snip-pins 'GLOB={FREE}' gives linears back that the job's own rules fix, such as "
+            f"{freeable[0]}"
+        )
+    return "".join(f"; {text}" for text in advice)

@@ -3,7 +3,7 @@
 A plan comes from a file or a checkpoint, a problem from a checkpoint; the run that made them may
 have had other settings, another machine or another parallel layout. The settings of this run hold:
 
-    a pinned linear           gets the option of its pin
+    a fixed linear            gets its option (planning/fixed.py)
     other linears             get formats among --snip-formats and bf16, or what the job itself runs
     an option that a linear   is replaced by the nearest one of no lower precision; if the linear
     cannot run                cannot run that one, by what the job itself runs there
@@ -68,8 +68,8 @@ class Fitting:
         self._model = model
         self._available = available
         self._stage_and_flops = stage_and_flops
-        # In the order of the pins: all ranks ask for the same options in the same order.
-        self._pinned_options = tuple(dict.fromkeys(option for _, option in config.pin_pairs))
+        # In the model's order: all ranks ask for the same options in the same order.
+        self._fixed_options = tuple(dict.fromkeys(f.option for f in available.fixed.values()))
 
     def plan(self, plan: PrecisionPlan) -> tuple[PrecisionPlan, list[Replacement]]:
         """Return a plan as this run allows it, and what had to change.
@@ -85,7 +85,7 @@ class Fitting:
         """
         plan.check_against(self._stage_and_flops)
         used = plan.linears.values()
-        candidates = (*used, *self._available.options, *self._pinned_options, BF16)
+        candidates = (*used, *self._available.options, *self._fixed_options, BF16)
         refusals = option_refusals(self._model, candidates)
         replaced = []
         for name, old in plan.linears.items():
@@ -117,18 +117,20 @@ class Fitting:
     def _replacement(self, name: str, old: Option, refusals: Refusals) -> Replacement | None:
         """Return what a linear gets in place of an option; None if it keeps it."""
         can_run = [o for o in self._available.options if name not in refusals[o]]
-        job = self._available.job[name]
-        pin = self._config.pin_of(name)
-        wanted = old if pin is None else pin
+        job = self._available.job.options[name]
+        fixed = self._available.fixed.get(name)
+        if fixed is not None and not fixed.source.is_rule:
+            fixed = None  # what the linear can run says it more exactly: bf16, for example
+        wanted = old if fixed is None else fixed.option
         if name in refusals[wanted]:
             new = nearest_option(wanted, can_run)
             if name in refusals[new]:  # BF16, where a linear's weight is stored in another format
                 new = job
             reason = refusals[wanted][name]
             is_setting = False
-        elif pin is not None:
-            new = pin
-            reason = "--snip-pins"
+        elif fixed is not None:
+            new = fixed.option
+            reason = str(fixed.source)
             is_setting = True
         elif self._config.allows(old) or old == job:
             return None
@@ -140,7 +142,7 @@ class Fitting:
 
     def _untied(self, linears: Mapping[str, Option], refusals: Refusals) -> Iterator[Replacement]:
         """Yield the replacements that give tied linears one option, of the most bits."""
-        for names in self._available.ties:
+        for names in self._available.job.ties:
             options = dict.fromkeys(linears[name] for name in names)
             if len(options) == 1:
                 continue
@@ -171,11 +173,11 @@ class Fitting:
         return replace(self._available, refusals=refusals).restrict(problem)
 
     def _allowed(self, row: LinearChoices) -> dict[str, OptionCost]:
-        """Return the options of a linear that are those of a pin or of the formats."""
+        """Return the options of a linear that the formats allow, or to which a linear is fixed."""
         allowed = {}
         for text, cost in row.options.items():
             option = parse_option(text)
-            if self._config.allows(option) or option in self._pinned_options:
+            if self._config.allows(option) or option in self._fixed_options:
                 allowed[text] = cost
         return allowed
 
@@ -200,7 +202,7 @@ def describe(replaced: Sequence[Replacement], num_linears: int) -> list[str]:
     texts = []
     settings = Counter((each.new, each.reason) for each in replaced if each.is_setting)
     for (new, flag), count in settings.items():
-        verb = "set" if flag == "--snip-pins" else "raised"
+        verb = "raised" if flag == "--snip-formats" else "set"
         texts.append(f"{count} of {num_linears} linears {verb} to {new}: {flag}")
     refused: dict[tuple[Option, Option], dict[str, str]] = {}
     for each in replaced:

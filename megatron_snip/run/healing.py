@@ -23,19 +23,20 @@ def heals_in_order(config: SnipConfig, targets: TargetSchedule, iteration: int) 
 
 
 def healing_problem(
-    problem: PlanningProblem, plan: PrecisionPlan, config: SnipConfig
+    problem: PlanningProblem, plan: PrecisionPlan, config: SnipConfig, fixed: Collection[str] = ()
 ) -> PlanningProblem:
     """Return a problem whose plans lower no GEMM of `plan`, and raise some GEMMs before the others.
 
     Options are left out. With the order `forward` fprop is the early GEMM, and dgrad and wgrad are
     the late ones; `backward` is the reverse. While the target is at or above the share of the late
     GEMMs, these stay as in `plan`. Below it, the early GEMMs stay above the lowest precision.
-    Pinned linears keep all options; so do all linears if `plan` does not reach the target.
+    Fixed linears keep all options; so do all linears if `plan` does not reach the target.
 
     Args:
         problem: a problem with options per GEMM.
         plan: the current plan.
-        config: settings; `heal_order` (forward or backward), pins and formats are used.
+        config: settings; `heal_order` (forward or backward) and formats are used.
+        fixed: the linears whose option is fixed.
     """
     if plan.efficiency < problem.target - float(TOLERANCE):
         return problem
@@ -57,7 +58,7 @@ def healing_problem(
         return early or new == old
 
     def allowed(row: LinearChoices) -> dict[str, OptionCost]:
-        if config.pin_of(row.name) is not None:
+        if row.name in fixed:
             return row.options
         raised = {}
         for text, cost in row.options.items():

@@ -278,8 +278,6 @@ class Observations:
         """
         divergences = self._divergences(warn=self._topology.rank == 0)
         problem = self._available.restrict(planning_problem(divergences, target))
-        pins = self._config.planning_values()["pins"]
-        problem = problem.model_copy(update={"pins": pins})
         return Measurement(divergences, problem, self._refresh.seconds, self._refresh.health)
 
     def loss_divergence(self, plan: PrecisionPlan) -> float | None:
@@ -301,8 +299,9 @@ class Observations:
             lowest,
             self._config,
             available.refusals,
+            available.fixed,
             warn,
-            available.job,
+            available.job.options,
         )
 
     def state_dict(self) -> StatisticsTable | None:

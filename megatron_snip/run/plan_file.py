@@ -3,15 +3,16 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron_snip.config import SnipConfig
+from megatron_snip.config import FREE, SnipConfig
 from megatron_snip.errors import UsageError, listing
 from megatron_snip.files import read_json
 from megatron_snip.linears.model import PlannedModel
+from megatron_snip.planning.fixed import Source
 from megatron_snip.run.fitting import Replacement
 
 
 def check_plan_file(replaced: Sequence[Replacement], config: SnipConfig, num_linears: int) -> None:
-    """Refuse a plan file that contradicts the pins or formats of the same command.
+    """Refuse a plan file that contradicts what is fixed, or the formats of the same command.
 
     Args:
         replaced: what had to change so that the file's plan fits the run.
@@ -19,17 +20,22 @@ def check_plan_file(replaced: Sequence[Replacement], config: SnipConfig, num_lin
         num_linears: the number of linears of the plan.
 
     Raises:
-        UsageError: if a pin or the formats had to change it.
+        UsageError: if something fixed or the formats had to change it.
     """
-    given = {"--snip-pins": config.pins, "--snip-formats": config.named_formats}
-    for flag, values in given.items():
-        names = [each.linear for each in replaced if each.reason == flag]
-        if names:
-            raise UsageError(
-                f"the plan breaks {flag} ({listing(values)}) at {len(names)} of "
-                f"{num_linears} linears: {listing(names, 3)}; change one of the two",
-                field="plan_file",
-            )
+    values = {
+        str(Source.PIN): f" ({listing(config.pins)})",
+        "--snip-formats": f" ({listing(config.named_formats)})",
+    }
+    for reason in dict.fromkeys(each.reason for each in replaced if each.is_setting):
+        names = [each.linear for each in replaced if each.reason == reason]
+        remedy = "change one of the two"
+        if reason in (Source.FILE, Source.EDGE):
+            remedy += f", or give these linears to the plan: --snip-pins '{names[0]}={FREE}'"
+        raise UsageError(
+            f"the plan breaks {reason}{values.get(reason, '')} at {len(names)} of "
+            f"{num_linears} linears: {listing(names, 3)}; {remedy}",
+            field="plan_file",
+        )
 
 
 def recipe_changes(plan_file: Path, digest: str, model: PlannedModel) -> list[str]:

@@ -21,7 +21,7 @@ from pathlib import Path
 from megatron_snip.config import SnipConfig
 from megatron_snip.errors import naming_field
 from megatron_snip.formats import get_format
-from megatron_snip.linears.availability import AvailableOptions, available_options
+from megatron_snip.linears.availability import AvailableOptions, available_options, resolve_formats
 from megatron_snip.linears.calibrate import timed_options
 from megatron_snip.linears.model import PlannedModel
 from megatron_snip.options import BF16, Option
@@ -39,7 +39,7 @@ from megatron_snip.planning.settings import PlanSettings
 from megatron_snip.run.feasibility import (
     check_settings,
     reachable_target,
-    runnable_pins,
+    with_fixed_linears,
 )
 from megatron_snip.run.fitting import Fitting, describe
 from megatron_snip.run.plan_file import check_plan_file, recipe_changes
@@ -92,10 +92,9 @@ class RunPlans:
     Every method but `recipe_changes` returns the same on all ranks.
 
     Attributes:
-        config: the settings, with pins that the linears can run. Where the user gave no target, it
-            is the smaller of two: the default target of the formats, and the highest target that
-            the linears can reach.
-        available: what the linears can run.
+        config: the settings, with the formats that `auto` means. Where the user gave no target, it
+            has a share of the target that the linears can reach.
+        available: what the linears can run, and what is fixed.
         stage_and_flops: (stage, FLOPs per token) by linear.
         fitting: makes plans and problems of another run fit.
         file_digest: digest of the plan in the plan file; None without one.
@@ -126,13 +125,14 @@ class RunPlans:
         self._control = model.runtime.topology.control
         self._file_plan = self._plan_of_file(config.plan_file)
         self.file_digest = None if self._file_plan is None else self._file_plan.digest
+        config = resolve_formats(config, model)
         available = available_options(model, config)
+        available = with_fixed_linears(config, model.all_linears, available)
         if config.cost == "time" and not config.collect_only:
             available = timed_options(available, model, config, calibration_cache)
-        config, about_pins = runnable_pins(config, model.all_linears, available)
         self.config, about_target = reachable_target(config, model.all_linears, available)
         self.available: AvailableOptions = replace(
-            available, warnings=(*available.warnings, *about_pins, *about_target)
+            available, warnings=(*available.warnings, *about_target)
         )
         self.stage_and_flops = {i.name: (i.stage, i.flops_per_token) for i in model.all_linears}
         self.fitting = Fitting(self.config, model, self.available, self.stage_and_flops)
@@ -157,14 +157,15 @@ class RunPlans:
         changed = frozenset[str]()
         if state is not None:
             num_done = state.iteration
-            changed = changed_plan_settings(state, self.config, self.file_digest)
+            changed = changed_plan_settings(state, self._recorded_config, self.file_digest)
         source = self._source(state, changed)
 
         def make() -> PrecisionPlan:
             # `check_settings` raises if no plan reaches the highest target of the run.
             highest = max(point.target for point in self.targets.points)
-            settings = self._settings(seed)
-            check_settings(self.problem_without_measurements(highest), self.config, settings)
+            settings = self.plan_settings(seed)
+            problem = self.problem_without_measurements(highest)
+            check_settings(problem, self.config, settings, self.available)
             if source is PlanSource.FILE:
                 assert self._file_plan is not None
                 with naming_field("plan_file"):
@@ -174,7 +175,7 @@ class RunPlans:
                 assert state is not None
                 return state.plan
             if source is PlanSource.JOB:
-                if set(self.available.job.values()) != {BF16}:
+                if set(self.available.job.options.values()) != {BF16}:
                     return self._job_plan()
                 # BF16 with the pins is a policy of its own, and the plan has its name.
                 settings = settings.model_copy(update={"policy": f"{UNIFORM}bf16"})
@@ -215,12 +216,12 @@ class RunPlans:
                 return PlanSource.POLICY
         return PlanSource.JOB if state is None else PlanSource.CHECKPOINT
 
-    def _settings(self, seed: int) -> PlanSettings:
-        """Return the planner's settings before the first iteration."""
-        settings = PlanSettings(**self.config.planning_values(), seed=seed)
+    def plan_settings(self, seed: int) -> PlanSettings:
+        """Return the rules under which plans are made."""
+        values = self.config.planning_values()
         if self.config.collect_only:  # nothing measures the seconds that the cost `time` counts
-            return settings.model_copy(update={"cost": "flops"})
-        return settings
+            values["cost"] = "flops"
+        return PlanSettings(**values, pins=self.available.pins, seed=seed)
 
     def _plan_of_file(self, path: Path | None) -> PrecisionPlan | None:
         """All ranks: return what rank 0 reads in the plan file."""
@@ -235,8 +236,8 @@ class RunPlans:
 
     def _job_plan(self) -> PrecisionPlan:
         """Return the plan that changes nothing but what a pin sets."""
-        job = self.available.job
-        linears = {name: self.config.pin_of(name) or option for name, option in job.items()}
+        fixed = {name: each.option for name, each in self.available.fixed.items()}
+        linears = {**self.available.job.options, **fixed}
         return self._assigned(linears, "job", iteration=0)
 
     # ---- later plans ----------------------------------------------------------------------------
@@ -249,13 +250,14 @@ class RunPlans:
         """Return what the guard falls back to where no other plan is left: what the job runs.
 
         Args:
-            plan: the current plan; pinned linears stay as they are in it.
+            plan: the current plan; fixed linears stay as they are in it.
             iteration: the first iteration of the fallback.
         """
         linears = {}
         for name, option in plan.linears.items():
-            is_pinned = self.config.pin_of(name) is not None
-            linears[name] = option if is_pinned else self.available.job[name]
+            fixed = self.available.fixed.get(name)
+            is_ruled = fixed is not None and fixed.source.is_rule
+            linears[name] = option if is_ruled else self.available.job.options[name]
         return self._assigned(linears, "guard", iteration)
 
     def _assigned(
@@ -275,7 +277,14 @@ class RunPlans:
     def reported_settings(self) -> dict[str, str]:
         """Return what a resumed run reports if it changed (`state.reported_settings`)."""
         recipes = self._model.recipes(self.config.named_formats)
-        return reported_settings(self.config, str(self._model.backend), recipes, self.file_digest)
+        backend = str(self._model.backend)
+        return reported_settings(self._recorded_config, backend, recipes, self.file_digest)
+
+    @property
+    def _recorded_config(self) -> SnipConfig:
+        """The settings with all that is fixed as pins: the job's rules may change at a resume."""
+        pins = tuple(f"{glob}={option}" for glob, option in self.available.pins)
+        return self.config.model_copy(update={"pins": pins})
 
     def recipe_changes(self) -> list[str]:
         """Rank 0: return a line for each option that ran by another recipe in the file's run.

@@ -163,5 +163,6 @@ class Replanner:
         self.target = problem.target
         plan = self._current.plan
         if heals_in_order(self._config, self._plans.targets, apply_at):
-            problem = healing_problem(problem, plan, self._config)
+            fixed = self._plans.available.fixed
+            problem = healing_problem(problem, plan, self._config, fixed)
         self._solve.submit(PendingProblem(iteration, apply_at, problem), plan)

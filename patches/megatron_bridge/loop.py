@@ -18,7 +18,12 @@ from megatron_snip.patches.arguments import Refusal, exit_on_error, snip_config
 from megatron_snip.patches.attach import attach
 from megatron_snip.patches.checkpoint import load_state, save_state
 from megatron_snip.patches.megatron_bridge.callback import callbacks_in
-from megatron_snip.patches.megatron_bridge.settings import set_for_cpu, settings_of
+from megatron_snip.patches.megatron_bridge.settings import (
+    in_bridges_names,
+    log_in_bridges_names,
+    set_for_cpu,
+    settings_of,
+)
 from megatron_snip.patches.registry import BRIDGE, CORE, Call, Session, patch
 from megatron_snip.patches.step import end_step, function_of_evaluation, run_evaluation, run_step
 
@@ -46,7 +51,7 @@ def final_settings(call: Call, session: Session) -> Any:
 @patch(PRETRAIN, "normalize_callbacks", needs=("callbacks",), when="always")
 def callbacks(call: Call, session: Session) -> Any:
     """Take SNIP's settings from a SnipCallback, and check them beside the job's."""
-    exit_on_error(lambda: _check(call.arguments.get("callbacks"), session))
+    exit_on_error(lambda: _check(call.arguments.get("callbacks"), session), in_bridges_names)
     return call.run()
 
 
@@ -59,11 +64,14 @@ def model_setup(call: Call, session: Session) -> Any:
     result = call.run()
     state, model, optimizer = result[:3]
     args = settings_of(state.cfg, int(state.train_state.step))
-    config = exit_on_error(lambda: snip_config(args, _given(session)))
+    config = exit_on_error(lambda: snip_config(args, _given(session)), in_bridges_names)
     if config.enabled:
         loggers = partial(_loggers, state)
         packages = [BRIDGE, CORE]
-        exit_on_error(lambda: attach(session, config, args, model, optimizer, loggers, packages))
+        exit_on_error(
+            lambda: attach(session, config, args, model, optimizer, loggers, packages),
+            in_bridges_names,
+        )
     return result
 
 
@@ -171,6 +179,7 @@ def _check(callbacks: Any, session: Session) -> None:
             "script without the callback"
         )
     assert session.args is not None
+    log_in_bridges_names()
     config = snip_config(session.args, _given(session))
     session.makes_plans = config.enabled and not config.collect_only
 

@@ -61,7 +61,40 @@ def test_plans_start_from_what_the_recipe_runs_and_respect_its_bf16_layers(lab: 
     assert {recipes[name] for name in in_fp8} == {"tensorwise_hybrid"}
     assert {recipes[name] for name in (*edges, own)} == {"bf16"}
     recipes = recipes_of(run.output, 5)
-    assert {recipes[name] for name in edges} == {"bf16"} != set(recipes.values())
+    assert {recipes[name] for name in (*edges, own)} == {"bf16"} != set(recipes.values())
+    assert fixed_in(run.output, 5) == {
+        **dict.fromkeys(edges, "--first-last-layers-bf16"),
+        own: "--te-precision-config-file",
+    }
+    lines = "\n".join(snip_lines(run))
+    assert "8 by mixed_precision.first_last_layers_bf16 (such as decoder.layers.0." in lines
+    assert f"1 by model.quant_recipe (such as {own}=bf16)" in lines
+
+
+def test_stored_weights_with_bf16_edges_start_with_formats_that_leave_a_choice(lab: Lab) -> None:
+    """As `mixed_precision=bf16_with_fp8_current_scaling_mixed` sets them, without a target."""
+    words = [*OF_JOB, *SNIP]
+    run = lab.run("llama-tp2", words, {"TINY_PRECISION": CURRENT_SCALING, "TINY_STORED": "1"})
+    run.finished()
+    assert applied_plans(run) == [5, 9], run.report
+    lines = "\n".join(snip_lines(run))
+    assert "formats auto: bf16,fp8 (backend te): of the FLOPs that nothing fixes only 0 %" in lines
+    assert "the efficiency target is 0.375, 0.75 of the 0.5 " in lines
+    assert set(recipes_of(run.output, 5).values()) == {"bf16", "tensorwise_hybrid"}
+    refused = lab.run(
+        "llama-tp2",
+        [*words, "--snip-formats", "fp8,fp4"],
+        {"TINY_PRECISION": CURRENT_SCALING, "TINY_STORED": "1"},
+    )
+    assert refused.statuses == (2, 2), refused.report
+    (line,) = [x for x in refused.logs[0].splitlines() if x.startswith("megatron-snip: error: ")]
+    assert "--snip-formats bf16,fp8 reaches 0.5" in line
+    assert "mixed_precision.first_last_layers_bf16" in line
+
+
+def fixed_in(output: Path, iteration: int) -> dict[str, str]:
+    rows = json.loads((output / "precision" / f"{iteration}.json").read_text())["linears"]
+    return {row["name"]: row["fixed"] for row in rows if row["fixed"] is not None}
 
 
 def test_an_evaluation_that_no_recipe_can_run_runs_in_bf16(lab: Lab) -> None:
@@ -127,7 +160,7 @@ for name in sys.argv[1:]:
     runtime_config_update(cfg)
     args = settings_of(cfg)
     edges = [n for n in range(args.num_layers) if is_bf16_layer(args, "decoder", n)]
-    flags = [row.flag for row in check_flags(args, False)]
+    flags = [row.flag for row in check_flags(args)]
     values = [getattr(args, x, None) for x in ("fp8", "fp8_recipe", "fp4", "fp4_recipe")]
     found[name] = [*values, flags, edges]
 print("PROBE" + json.dumps(found))

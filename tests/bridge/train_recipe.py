@@ -10,6 +10,7 @@ TINY_EARLY: SNIP may measure before the optimizer has made ten steps.
 TINY_BREAK: the loss is infinite whenever a linear runs FP4.
 TINY_WEIGHTS: weights are those of `weights.py`, which do not depend on the loop.
 TINY_PRECISION: name of the recipe's mixed precision; weights are stored in BF16.
+TINY_STORED: they are stored in that precision.
 TINY_QUANT: `model.quant_recipe` as JSON.
 TINY_TEACHER: the model has a teacher, which is a copy of itself.
 """
@@ -91,7 +92,7 @@ def recipe_of(words: Sequence[str]) -> Any:
         from megatron.bridge.training.mixed_precision import get_mixed_precision_config
 
         cfg.mixed_precision = get_mixed_precision_config(os.environ["TINY_PRECISION"])
-        cfg.mixed_precision.fp8_param_gather = False
+        cfg.mixed_precision.fp8_param_gather = "TINY_STORED" in os.environ
     if "TINY_QUANT" in os.environ:
         from megatron.core.quantization.quant_config import RecipeConfig
 

@@ -9,13 +9,11 @@ from typing import Any
 
 import pytest
 
-from megatron_snip.collectives import Control
-from megatron_snip.config import SnipConfig
-from megatron_snip.linears.availability import available_options, resolve_formats
+from megatron_snip.linears.availability import available_options
 from megatron_snip.linears.model import PlannedModel
 from megatron_snip.options import Option
 from megatron_snip.topology import Topology
-from tests.models import EXPERTS, assignment, build, by_name, losses, planned, ran
+from tests.models import EXPERTS, assignment, build, by_name, losses, planned, ran, resolved
 
 OVERRIDE = os.environ.get("NVTE_BACKWARD_OVERRIDE", "")
 
@@ -25,7 +23,7 @@ pytestmark = pytest.mark.skipif(not OVERRIDE, reason="NVTE_BACKWARD_OVERRIDE is 
 @pytest.mark.parametrize("changes", [{}, {"grouped": True, "fp4": "e2m1", **EXPERTS}])
 def test_an_option_names_what_its_gemms_multiply(changes: dict[str, Any]) -> None:
     model = build(**changes)
-    config = resolve_formats(SnipConfig(formats=("bf16", "fp8", "fp4")), [model], Control())
+    config = resolved(model, formats=("bf16", "fp8", "fp4"))
     assert config.formats == ("bf16", "fp8-bf16-bf16", "fp4-bf16-bf16")
     under = planned(model)
     assert available_options(under, config).options == config.options
@@ -45,5 +43,5 @@ def test_the_job_s_own_option_is_what_the_job_runs() -> None:
     under.install()
     losses(model)
     assert ran(under) == {("mxfp8", "bf16", "bf16")}
-    assert set(map(str, under.job_options().values())) == {"fp8-bf16-bf16"}
+    assert set(map(str, under.job.options.values())) == {"fp8-bf16-bf16"}
     assert all(linear.runs_as_job for linear in under.linears)

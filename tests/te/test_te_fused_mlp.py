@@ -12,6 +12,7 @@ from megatron_snip.topology import Topology
 from tests import models
 from tests.models import losses, planned
 from tests.te.observed import observed
+from tests.te.test_te_fixed import recipe_file
 
 MXFP8 = {"fp8": "e4m3", "fp8_recipe": "mxfp8"}
 NVFP4 = {"fp4": "e2m1", "fp4_recipe": "nvfp4"}
@@ -100,5 +101,19 @@ def test_linears_with_different_options_are_called(monkeypatch: pytest.MonkeyPat
 def test_the_linears_of_an_mlp_are_tied(monkeypatch: pytest.MonkeyPatch) -> None:
     names = [f"decoder.layers.{layer}.mlp.linear_fc" for layer in range(2)]
     under = untouched(job(monkeypatch, **MXFP8))
-    assert under.ties() == tuple((f"{name}1", f"{name}2") for name in names)
-    assert untouched(job(monkeypatch, fused=False, **MXFP8)).ties() == ()
+    assert under.job.ties == tuple((f"{name}1", f"{name}2") for name in names)
+    assert untouched(job(monkeypatch, fused=False, **MXFP8)).job.ties == ()
+
+
+def test_a_precision_file_does_not_count_where_operations_are_fused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Megatron builds the operations from the weights, and runs them in the job's own recipe."""
+    recipe = recipe_file({"*.linear_fc1": "bf16", "*.linear_qkv": "bf16"})
+    under = untouched(job(monkeypatch, quant_recipe=recipe, **MXFP8))
+    assert {str(under.job.options[each.name]) for each in under.linears} == {"bf16", "fp8"}
+    assert set(under.job.rules) == {f"decoder.layers.{i}.self_attention.linear_qkv" for i in (0, 1)}
+    truth = step(job(monkeypatch, quant_recipe=recipe, **MXFP8))
+    model = job(monkeypatch, quant_recipe=recipe, **MXFP8)
+    untouched(model)
+    assert equal(step(model), truth)

@@ -6,14 +6,11 @@ import pytest
 import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megatron_snip.collectives import Control
-from megatron_snip.config import SnipConfig
-from megatron_snip.linears.availability import resolve_formats
 from megatron_snip.linears.model import PlannedModel
 from megatron_snip.linears.te.job import job_recipe
 from megatron_snip.options import Option
 from megatron_snip.topology import Topology
-from tests.models import SEQUENCE, build, losses
+from tests.models import SEQUENCE, build, losses, resolved
 
 FP4 = {"fp4": "e2m1"}
 MXFP8 = {"fp8": "e4m3", "fp8_recipe": "mxfp8"}
@@ -110,7 +107,7 @@ def test_a_custom_recipe_of_the_job_counts_as_fp8_in_plans_and_in_the_log(
     factory = "megatron_snip.linears.te.quantizers.nvfp4_mxfp8_bf16"
     model = build(fp8="e4m3", fp8_recipe="custom", fp8_quantizer_factory=factory)
     with caplog.at_level("INFO", "megatron_snip"):
-        resolve_formats(SnipConfig(), [model], Control())
+        resolved(model)
     custom = "snip: the run's own recipe (--fp8-format e4m3 --fp8-recipe custom) counts as fp8: "
     assert custom in caplog.text
     under = PlannedModel([model], Topology(), seed=7)

@@ -11,11 +11,10 @@ import torch
 from transformer_engine.pytorch import quantization
 from transformer_engine.pytorch.tensor import hybrid_tensor
 
-from megatron_snip.collectives import Control
 from megatron_snip.config import SnipConfig
 from megatron_snip.errors import UnsupportedError
 from megatron_snip.formats import ScaleType
-from megatron_snip.linears.availability import AvailableOptions, available_options, resolve_formats
+from megatron_snip.linears.availability import AvailableOptions, available_options
 from megatron_snip.linears.model import PlannedModel
 from megatron_snip.linears.te.machine import Machine, te_refusal, this_machine
 from megatron_snip.linears.te.recipe_table import RECIPES
@@ -26,7 +25,7 @@ from megatron_snip.reporting.run_directory import RunDirectory
 from megatron_snip.run.controller import SnipController
 from megatron_snip.topology import Topology
 from tests.distributed.small_model import Memory
-from tests.models import EXPERTS, assignment, build, by_name, losses, ours, planned, ran
+from tests.models import EXPERTS, assignment, build, by_name, losses, ours, planned, ran, resolved
 from tests.te_on_cpu.capability import answers, forget
 
 HOPPER, BLACKWELL = (9, 0), (10, 0)
@@ -134,7 +133,7 @@ def test_auto_takes_what_the_machine_runs_and_measures_it(
 ) -> None:
     on(monkeypatch, capability)
     model = build()
-    config = resolve_formats(SnipConfig(), [model], Control())
+    config = resolved(model)
     assert config.formats == formats
     measured = PlannedModel([model], Topology(), 0).measured_formats(formats)
     found = {n: (f.tile, f.weight_block, f.wgrad_hadamard) for n, f in measured.items()}
@@ -145,15 +144,15 @@ def test_auto_takes_what_the_machine_runs_and_measures_it(
 def test_auto_without_low_precision_gemms_names_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
     on(monkeypatch, (8, 0))
     with pytest.raises(UnsupportedError, match="--snip-backend simulate for fp8,fp4"):
-        resolve_formats(SnipConfig(), [build()], Control())
-    assert resolve_formats(SnipConfig(), [build(te=False)], Control()).formats == ("fp8", "fp4")
+        resolved(build())
+    assert resolved(build(te=False)).formats == ("fp8", "fp4")
 
 
 def test_simulation_in_a_quantized_run_says_what_bf16_is(caplog: pytest.LogCaptureFixture) -> None:
     """Such a linear is left to Megatron, whose autocast quantizes it."""
     for flags in ({}, {"fp8": "hybrid", "fp8_recipe": "tensorwise"}):
         caplog.clear()
-        resolve_formats(SnipConfig(backend="simulate"), [build(**flags)], Control())
+        resolved(build(**flags), backend="simulate")
         wanted = "what a plan leaves in bf16 runs that instead, in evaluations too; drop --fp8-form"
         assert (wanted in caplog.text) == bool(flags)
 
@@ -248,6 +247,7 @@ def test_a_plan_file_runs_as_the_machine_can(
     rows = json.loads(file.read_text())["linears"]
     assert [row.pop("name") for row in rows] == list(run.plan.linears)
     wanted = {"option": runs, "recipe": label, "backend": "te", "weight_storage": "bfloat16"}
+    wanted |= {"fixed": None}
     assert all(row == wanted for row in rows)
 
 

@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_snip.collectives import Control
 from megatron_snip.config import SnipConfig
-from megatron_snip.linears.availability import available_options, resolve_formats
+from megatron_snip.linears.availability import available_options
 from megatron_snip.linears.model import PlannedModel
 from megatron_snip.linears.te import stored_weight
 from megatron_snip.options import Option
@@ -21,7 +20,7 @@ from megatron_snip.statistics.observer import StepObserver
 from megatron_snip.statistics.sample import MeasureSettings
 from megatron_snip.topology import Topology
 from megatron_snip.types import Operand
-from tests.models import EXPERTS, assignment, build, losses, planned, training
+from tests.models import EXPERTS, assignment, build, losses, planned, resolved, training
 
 MXFP8 = {"fp8": "e4m3", "fp8_recipe": "mxfp8"}
 JOBS: dict[str, dict[str, Any]] = {
@@ -305,14 +304,14 @@ def test_auto_leaves_out_what_no_stored_weight_allows(
     recipe: str, formats: tuple[str, ...]
 ) -> None:
     model = job(recipe)
-    assert resolve_formats(SnipConfig(), [model], Control()).formats == formats
+    assert resolved(model).formats == formats
     every = ("fp8", "fp4")
-    assert resolve_formats(SnipConfig(collect_only=True), [model], Control()).formats == every
-    assert resolve_formats(SnipConfig(), [job(recipe, stored=False)], Control()).formats == every
-    config = resolve_formats(SnipConfig(), [model], Control())
+    assert resolved(model, collect_only=True).formats == every
+    assert resolved(job(recipe, stored=False)).formats == every
+    config = resolved(model)
     available = available_options(PlannedModel([model], Topology(), 7), config)
     assert [str(option) for option in available.options] == list(formats)
-    assert not any(available.refusals.values())
+    assert not any(available.refusals[option] for option in available.options)
 
 
 @pytest.mark.parametrize("collect_only", [True, False])

@@ -86,7 +86,7 @@ def test_what_the_job_runs_is_bitwise_transformer_engine_s(variant: str) -> None
     for is_measured in (False, True):
         model = build(**changes)
         under = planned(model)
-        under.apply(under.job_options())
+        under.apply(under.job.options)
         before = measuring(under) if is_measured else lambda _: nullcontext()
         found = list(states(model, 3, before))
         assert all(map(same, found, plain))

@@ -190,6 +190,9 @@ def test_what_follows_from_the_fields() -> None:
     several = SnipConfig(formats=("bf16", "nvfp4", "fp8", "fp4"))
     assert several.lowest_formats_label == "nvfp4/fp4"  # as many bits count alike
     assert config.pin_pairs == (("a.*", Option.uniform("fp8")), ("b=c", Option.uniform("fp4")))
+    freeing = SnipConfig(formats=("fp4", "fp8"), pins=("a.*=free", "b=fp4"))
+    assert freeing.pin_pairs == (("b", Option.uniform("fp4")),)
+    assert freeing.free_globs == ("a.*",)
 
 
 def test_the_planner_s_settings_are_the_run_s() -> None:
@@ -199,11 +202,8 @@ def test_the_planner_s_settings_are_the_run_s() -> None:
         "change_penalty": 0.5,
         "cost": "time",
     }
-    config = make_config(common | {"pins": "a.*=fp8,b=fp8-fp4-fp4"})
-    pins = (("a.*", "fp8"), ("b", "fp8-fp4-fp4"))
-    assert PlanSettings(**config.planning_values(), seed=7) == PlanSettings(
-        **common, pins=pins, seed=7
-    )
+    config = make_config(common)
+    assert PlanSettings(**config.planning_values(), seed=7) == PlanSettings(**common, seed=7)
 
 
 def targets(iterations: list[int], **config: object) -> list[float]:

@@ -17,7 +17,7 @@ TEFusedMLP, and experts with `_with_fused_impl` (Megatron-Core 0.18 and later).
 """
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -30,6 +30,7 @@ from megatron_snip.linears.te.modules import EXTENSION
 from megatron_snip.linears.te.simulated import SimulatedTELinear
 
 _EXPERTS_SWITCH = "_with_fused_impl"
+_TENSORS_SWITCH = "_use_grouped_tensor"
 _BUILT = {"experts": "_fused_ops", "dense": "_fused_impl"}
 """Attributes that hold the sequence of operations, which Megatron builds when it is None."""
 
@@ -51,6 +52,7 @@ class FusedMLP:
         self._linears = tuple(linears)
         self._runtime = runtime
         self._is_dense = not hasattr(module, _EXPERTS_SWITCH)
+        self._has_grouped_tensors = bool(getattr(module, _TENSORS_SWITCH, False))
         self._original = module.forward
         self._fused_recipe = self._recipe
 
@@ -93,8 +95,16 @@ class FusedMLP:
 
     def _set_fused(self, is_fused: bool) -> None:
         # It stays so until the next forward: Megatron reads it again for delayed weight gradients.
-        if not self._is_dense:
-            setattr(self.module, _EXPERTS_SWITCH, is_fused)
+        if self._is_dense:
+            return
+        setattr(self.module, _EXPERTS_SWITCH, is_fused)
+        if self._has_grouped_tensors:
+            # After 0.19 the fuser implies grouped tensors. Without it the linears run as they do
+            # without grouped tensors: they know their experts' sizes on the host.
+            setattr(self.module, _TENSORS_SWITCH, is_fused)
+            for linear in self._linears:
+                if hasattr(linear.module, "use_grouped_tensor"):
+                    linear.module.use_grouped_tensor = is_fused
 
     def _autocast(self) -> Any:
         linear = self._linears[0]
@@ -110,12 +120,27 @@ def fused_mlps(chunk: torch.nn.Module, linears: Sequence[Any], runtime: Runtime)
     """Return the MLPs of a chunk whose operations are fused, with their linears."""
     by_module = {id(linear.module): linear for linear in linears}
     found = []
-    for module in filter(_is_fused_kind, chunk.modules()):
-        fc1 = by_module.get(id(getattr(module, "linear_fc1", None)))
-        fc2 = by_module.get(id(getattr(module, "linear_fc2", None)))
-        if fc1 is not None and fc2 is not None:
-            found.append(FusedMLP(module, [fc1, fc2], runtime))
+    for module, own in _with_linears(chunk):
+        planned = [by_module[id(linear)] for linear in own if id(linear) in by_module]
+        if len(planned) == 2:
+            found.append(FusedMLP(module, planned, runtime))
     return found
+
+
+def fused_linears(chunk: torch.nn.Module) -> list[Any]:
+    """Return the modules of a chunk whose operations are fused with another's.
+
+    Megatron does not call them, so it does not read what a precision file gives them.
+    """
+    return [linear for _, own in _with_linears(chunk) for linear in own]
+
+
+def _with_linears(chunk: torch.nn.Module) -> Iterator[tuple[Any, list[Any]]]:
+    """Yield (MLP with fused operations, its two linears)."""
+    for module in filter(_is_fused_kind, chunk.modules()):
+        own = [getattr(module, name, None) for name in ("linear_fc1", "linear_fc2")]
+        if None not in own:
+            yield module, own
 
 
 def _is_fused_kind(module: torch.nn.Module) -> bool:

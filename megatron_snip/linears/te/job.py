@@ -6,28 +6,35 @@ recipe of its own (`--te-precision-config-file`). SNIP leaves a module untouched
 just that.
 """
 
+import re
+from collections.abc import Iterator, Sequence
 from dataclasses import fields
+from types import SimpleNamespace
 from typing import Any
+
+import torch
 
 from megatron_snip.errors import UsageError
 from megatron_snip.linears.te.recipe import RecipeFields, TERecipe
 from megatron_snip.linears.te.recipe_table import RECIPES, RunPrecision, recipe_of
 from megatron_snip.options import Option
+from megatron_snip.planning.fixed import Source
 from megatron_snip.types import split_linear_name
 
 CUSTOM = "custom"
 """A recipe of the job's that is none of `RECIPES`."""
 
 
-def job_recipe(module: Any, name: str) -> TERecipe:
+def job_recipe(module: Any, name: str, is_fused: bool = False) -> TERecipe:
     """Return what the job runs a linear in; names that are not in `RECIPES` are `CUSTOM`.
 
     Args:
         module: a Transformer Engine linear that SNIP has not touched.
         name: name of the linear, in which layers are counted over all pipeline stages.
+        is_fused: whether its operations are fused: a precision file does not count there.
     """
     by_default = _default_recipe(module.config, name)
-    params = getattr(module, "te_quant_params", None)
+    params = None if is_fused else getattr(module, "te_quant_params", None)
     if params is None:
         return _uniform(by_default)
     own = params.training_recipe
@@ -47,6 +54,56 @@ def job_option(recipe: TERecipe) -> Option:
     Of several formats with one recipe it is the general one: fp8 and not mxfp8.
     """
     return Option(*(RECIPES[n].formats[0] if n in RECIPES else "fp8" for n in recipe))
+
+
+def rule_of(module: Any, name: str, is_fused: bool = False) -> Source | None:
+    """Return which of the job's own rules fixes what a linear runs, or None.
+
+    Args:
+        module: a linear that SNIP has not touched.
+        name: name of the linear, in which layers are counted over all pipeline stages.
+        is_fused: whether its operations are fused: a precision file does not count there.
+    """
+    # Megatron sets it where a rule matches the module's name, also where the rule asks for BF16.
+    if not is_fused and getattr(module, "te_quant_params", None) is not None:
+        return Source.FILE
+    block, layer, _ = split_linear_name(name)
+    return Source.EDGE if is_bf16_layer(getattr(module, "config", None), block, layer) else None
+
+
+def file_rules(model: Sequence[torch.nn.Module]) -> dict[str, bool]:
+    """Return {rule of this rank's precision file: whether it decides for a module of this rank}.
+
+    A rule is shown as `PATTERN (CONFIG)`. Megatron matches the names that a model gives its
+    modules; the first rule that matches decides.
+
+    Args:
+        model: Megatron's model chunks, wrapped or not.
+    """
+    decides: dict[str, bool] = {}
+    for name, module in _named_modules(model):
+        matchers = getattr(getattr(module.config, "quant_recipe", None), "matchers", ())
+        texts = [f"{each.pattern} ({each.config_key})" for each in matchers]
+        for text in texts:
+            decides.setdefault(text, False)
+        layer = re.search(r"layers\.(\d+)", name)  # as Megatron's `get_quant_config_or_none` does
+        context = SimpleNamespace(module_path=name, layer_number=layer and int(layer[1]))
+        for text, matcher in zip(texts, matchers, strict=True):
+            if matcher.match(context) is not None:
+                decides[text] = True
+                break
+    return decides
+
+
+def _named_modules(model: Sequence[torch.nn.Module]) -> Iterator[tuple[str, Any]]:
+    """Yield (name in the model that Megatron has built, module) of what rules apply to."""
+    for chunk in model:
+        inner: Any = chunk
+        while isinstance(getattr(inner, "module", None), torch.nn.Module):  # DDP's, for example
+            inner = inner.module
+        for name, module in inner.named_modules():
+            if hasattr(module, "finish_init") and hasattr(module, "config"):
+                yield name, module
 
 
 def _uniform(name: str) -> TERecipe:

@@ -76,9 +76,21 @@ class RecipeTELinear:
     backend: Backend = "te"
 
     def __init__(
-        self, module: Any, placements: Sequence[Placement], runtime: Runtime, machine: Machine
+        self,
+        module: Any,
+        placements: Sequence[Placement],
+        runtime: Runtime,
+        machine: Machine,
+        is_fused: bool = False,
     ) -> None:
         """Check the module.
+
+        Args:
+            module: Megatron's.
+            placements: where its weights are.
+            runtime: shared by all linears.
+            machine: what it runs on.
+            is_fused: whether its operations are fused with those of another linear.
 
         Raises:
             UnsupportedError: if the module lacks an attribute that changes its precision.
@@ -96,14 +108,14 @@ class RecipeTELinear:
             )
         self._runtime = runtime
         self._machine = machine
-        self._job_recipe = job_recipe(module, self.name)
+        self._job_recipe = job_recipe(module, self.name, is_fused)
         self.job_option = job_option(self._job_recipe)
         if machine.backward_override:  # NVTE_BACKWARD_OVERRIDE: dgrad and wgrad run in BF16
             self.job_option = forward_only(self.job_option)
         self._params_before_snip = module.te_quant_params  # what `uninstall` restores
         self._bf16_params = quant_params(BF16_RECIPE)
         # What the linear runs while the plan gives it the job's option.
-        self._job_params = self._params_before_snip
+        self._job_params = None if is_fused else self._params_before_snip
         if self._job_recipe == BF16_RECIPE:
             # If the job runs this linear in BF16, a BF16 evaluation runs what the job runs.
             # `_before_forward` asks by identity whether the job's parameters are used, so both

@@ -23,6 +23,7 @@ from megatron_snip.divergence.quality_loss import (
 )
 from megatron_snip.log import forget_warnings
 from megatron_snip.options import Granularity, Option, enumerate_options
+from megatron_snip.planning.fixed import Fixed, FixedLinears, Source
 from megatron_snip.planning.planner import make_plan
 from megatron_snip.planning.problem import PlanningProblem
 from megatron_snip.planning.restrictions import Refusals
@@ -103,10 +104,13 @@ def divergences(
     granularity: Granularity = "linear",
     warn: bool = True,
     refusals: Refusals | None = None,
+    fixed: FixedLinears | None = None,
     **config: Any,
 ) -> DivergenceTable:
     options = enumerate_options(formats, granularity)
-    return divergence_table(table(*rows), options, "fp4", SnipConfig(**config), refusals, warn)
+    return divergence_table(
+        table(*rows), options, "fp4", SnipConfig(**config), refusals, fixed, warn
+    )
 
 
 def two() -> list[LinearStatistics]:
@@ -274,18 +278,19 @@ def test_a_linear_that_no_backward_reached_runs_as_the_job_does(
 
 
 @pytest.mark.parametrize(
-    ("pins", "refused", "kept"),
-    [((), (), BF16), (("*.layers.8.*=fp4",), (), FP4), ((), (BF16,), FP8), ((), (BF16, FP8), FP4)],
+    ("fixed", "refused", "kept"),
+    [(None, (), BF16), (FP4, (), FP4), (None, (BF16,), FP8), (None, (BF16, FP8), FP4)],
 )
-def test_it_keeps_the_option_of_its_pin_or_the_highest_that_it_can_run(
-    pins: tuple[str, ...], refused: tuple[Option, ...], kept: Option
+def test_it_keeps_the_option_that_it_is_fixed_to_or_the_highest_that_it_can_run(
+    fixed: Option | None, refused: tuple[Option, ...], kept: Option
 ) -> None:
     """Else the planner would have no option for it, and no refresh would make a plan."""
     name = "decoder.layers.8.mlp.linear_fc1"
     refusals = {option: {name: "weights are stored in FP8"} for option in refused}
     formats = ("bf16", "fp8", "fp4")
     frozen = LinearStatistics(name, 0, 128, 128, 1.0)
-    found = divergences(*two(), frozen, formats=formats, refusals=refusals, pins=pins)
+    of_linear = {} if fixed is None else {name: Fixed(fixed, Source.FILE)}
+    found = divergences(*two(), frozen, formats=formats, refusals=refusals, fixed=of_linear)
     losses = {option: found.linears[name][option].quality_loss for option in (BF16, FP8, FP4)}
     assert losses == dict.fromkeys(losses) | {kept: 0.0}
 

@@ -11,6 +11,7 @@ import pytest
 from megatron_snip.config import SnipConfig
 from megatron_snip.formats import FORMATS
 from megatron_snip.linears.availability import AvailableOptions, available_options
+from megatron_snip.linears.model import Job
 from megatron_snip.linears.te.machine import (
     Machine,
     conflicting_settings,
@@ -226,8 +227,8 @@ def available(linears: Sequence[Linear], **settings: Any) -> AvailableOptions:
         all_linears=linears,
         backend="simulate",
         runtime=SimpleNamespace(topology=Topology()),
-        job_options=dict,
-        ties=tuple,
+        job=Job({}),
+        refusals={},
     )
     return available_options(model, SnipConfig(**settings))
 

@@ -10,19 +10,19 @@ from megatron.core.models.vision.vit_layer_specs import get_vit_layer_with_local
 from megatron.core.tensor_parallel import ColumnParallelLinear
 from megatron.core.transformer.mlp import MLPSubmodules
 
-from megatron_snip.config import SnipConfig
 from megatron_snip.errors import UnsupportedError
 from megatron_snip.formats import get_format
 from megatron_snip.linears.discovery import (
-    bf16_layer_pins,
     current_topology,
     find_linears,
     global_linears,
     stage_layers,
 )
 from megatron_snip.linears.model import PlannedModel
+from megatron_snip.linears.te.job import rule_of
 from megatron_snip.log import forget_warnings
 from megatron_snip.options import Option
+from megatron_snip.planning.fixed import Source
 from megatron_snip.statistics.observer import StepObserver
 from megatron_snip.statistics.sample import MeasureSettings
 from megatron_snip.topology import Axis, Placement, Topology
@@ -96,36 +96,22 @@ def test_which_layers_each_chunk_holds_and_under_which_numbers(make_model: MakeM
 
 
 @pytest.mark.parametrize(("at_end", "kept"), [(1, [0, 3]), (2, [0, 2, 3]), (9, [0, 1, 2, 3])])
-def test_the_layers_that_a_job_keeps_in_bf16_become_pins(
+def test_the_layers_that_a_job_keeps_in_bf16_are_fixed(
     make_model: MakeModel, at_end: int, kept: list[int]
 ) -> None:
     """Of every block, each with its own settings: a T5 has two, and a BERT has an encoder only."""
     blocks = torch.nn.ModuleDict()
     for block in ("encoder", "mtp"):
         blocks[block] = make_model(num_layers=4).decoder
-        assert bf16_layer_pins([blocks], Topology()) == ()
-        config = blocks[block].config
-        config.num_layers_at_start_in_bf16 = 1
-        config.num_layers_at_end_in_bf16 = at_end
+    linears = [(module, each.name) for module, (each,) in find_linears([blocks], Topology())]
+    assert not any(rule_of(module, name) for module, name in linears)
     for block in blocks.values():
         block.config.first_last_layers_bf16 = True
-    pins = bf16_layer_pins([blocks], Topology())
-    assert pins == tuple(f"encoder.layers.{layer}.*=bf16" for layer in kept)
-
-
-def test_a_pin_of_the_users_counts_in_a_layer_that_the_job_keeps_in_bf16(
-    make_model: MakeModel,
-) -> None:
-    """Two pins of one linear would contradict each other."""
-    model = make_model(num_layers=2)
-    config = model.decoder.config
-    config.first_last_layers_bf16 = True
-    config.num_layers_at_start_in_bf16 = config.num_layers_at_end_in_bf16 = 1
-    pin_of = SnipConfig(pins=("decoder.layers.0.mlp.*=fp8",)).pin_of
-    left = [name for name in IN_LAYER if not name.startswith("mlp")]
-    wanted = {f"decoder.layers.0.{name}=bf16" for name in left} | {"decoder.layers.1.*=bf16"}
-    assert set(bf16_layer_pins([model], Topology(), pin_of)) == wanted
-    assert bf16_layer_pins([model], Topology(), SnipConfig(pins=("*=fp8",)).pin_of) == ()
+        block.config.num_layers_at_start_in_bf16 = 1
+        block.config.num_layers_at_end_in_bf16 = at_end
+    found = {name: rule for module, name in linears if (rule := rule_of(module, name))}
+    wanted = {f"encoder.layers.{layer}.{name}" for layer in kept for name in IN_LAYER}
+    assert found == dict.fromkeys(wanted, Source.EDGE)
 
 
 def test_experts_share_a_row(make_model: MakeModel) -> None:

@@ -18,7 +18,12 @@ from megatron_snip.errors import UsageError
 from megatron_snip.log import warn_once
 from megatron_snip.patches.install import MEGATRON_BRIDGE, REGISTRY, install_for
 from megatron_snip.patches.megatron_bridge import loop
-from megatron_snip.patches.megatron_bridge.settings import set_for_cpu, settings_of
+from megatron_snip.patches.megatron_bridge.settings import (
+    in_bridges_names,
+    log_in_bridges_names,
+    set_for_cpu,
+    settings_of,
+)
 from tests.processes import ROOT
 
 CFG = SimpleNamespace(
@@ -364,3 +369,26 @@ def test_a_release_without_a_function_is_one_line(
     line = ends_in_one_line(capsys, lambda: SnipCallback(SnipConfig()))
     assert "megatron-bridge 0.6.2 has no megatron.bridge.training.pretrain.normalize_ca" in line
     assert ">=0.6,<0.7" in line
+
+
+def test_messages_have_bridges_names_of_settings(caplog: pytest.LogCaptureFixture) -> None:
+    precision = SimpleNamespace(bf16=True, fp16=False, fp8_param_gather=True)
+    settings_of(SimpleNamespace(**{**vars(CFG), "mixed_precision": precision}))
+    for text, wanted in (
+        ("--fp8-param-gather or --fp4-param-gather alone", "mixed_precision.fp8_param_gather or "),
+        ("--snip cannot run with --fp16: use --bf16", "mixed_precision.fp16: use mixed_precision."),
+        ("change --micro-batch-size or --seq-length", "train.micro_batch_size or model.seq_length"),
+        ("--fp8-format hybrid --fp8-recipe tensorwise", "mixed_precision.fp8 hybrid model.fp8_rec"),
+        ("4 by --te-precision-config-file (such as x)", "4 by model.quant_recipe (such as x)"),
+        ("--snip-formats bf16,fp8 and --cpu", "--snip-formats bf16,fp8 and --cpu"),
+    ):
+        assert wanted in in_bridges_names(text), in_bridges_names(text)
+    former = logging.getLogRecordFactory()
+    try:
+        log_in_bridges_names()
+        log_in_bridges_names()
+        logging.getLogger("megatron_snip.run").warning("change %s", "--seq-length")
+        logging.getLogger("other").warning("change %s", "--seq-length")
+    finally:
+        logging.setLogRecordFactory(former)
+    assert caplog.messages == ["change model.seq_length", "change --seq-length"]

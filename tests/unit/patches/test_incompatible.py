@@ -2,7 +2,8 @@
 
 import argparse
 import sys
-from types import ModuleType
+from argparse import Namespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,7 +11,12 @@ import torch
 
 from megatron_snip.errors import UnsupportedError
 from megatron_snip.patches.fast_flags import FAST_FLAGS
-from megatron_snip.patches.incompatible import INCOMPATIBLE_FLAGS, check_flags, check_modules
+from megatron_snip.patches.incompatible import (
+    INCOMPATIBLE_FLAGS,
+    check_flags,
+    check_modules,
+    running_settings,
+)
 
 ACTIVE: dict[str, dict[str, Any]] = {
     "--transformer-impl transformer_engine": {"transformer_impl": "transformer_engine"},
@@ -159,6 +165,24 @@ def test_modules_without_linears_are_named_with_their_path() -> None:
     assert "mlp.experts: the GEMMs of GroupedMLP are not in linear modules; drop " in line
     # Under Transformer Engine --moe-grouped-gemm gives experts that are planned.
     assert "--moe-use-legacy-grouped-gemm, or under --transformer-impl local --moe-gr" in line
+
+
+def test_the_config_that_runs_decides() -> None:
+    """Megatron sets it from a flag that is deprecated, or that implies another one."""
+    args = Namespace(moe_use_grouped_tensor=False, cuda_graph_impl="none", fp16=False)
+    check_flags(args)
+    fuser = {"use_transformer_engine_op_fuser": True, "moe_use_grouped_tensor": True}
+    (row,) = check_flags(running_settings(args, SimpleNamespace(**fuser)))
+    assert row.flag == "--use-transformer-engine-op-fuser"
+    for config, text in (
+        ({"moe_use_grouped_tensor": True}, "--moe-use-grouped-tensor"),
+        ({**fuser, "moe_single_grouped_weight": True}, "--moe-use-grouped-tensor"),
+        ({"cuda_graph_impl": "local"}, "--cuda-graph-impl local"),
+    ):
+        with pytest.raises(UnsupportedError, match=text):
+            check_flags(running_settings(args, SimpleNamespace(**config)))
+    own = Namespace(transformer_impl="local")
+    assert running_settings(own, SimpleNamespace(transformer_impl="x")).transformer_impl == "local"
 
 
 def test_a_fused_mlp_that_chooses_its_own_recipe_is_refused() -> None:

@@ -78,7 +78,8 @@ def measurement_at(shape: Shape, iteration: int) -> Measurement:
         rows[name] = options
     statistics = StatisticsTable(iteration, 4.0, tuple(raw))
     table = DivergenceTable(statistics, c.lowest_format, rows)
-    problem = planning_problem(table, c.efficiency_target)
+    pins = tuple((glob, str(option)) for glob, option in c.pin_pairs)
+    problem = planning_problem(table, c.efficiency_target).model_copy(update={"pins": pins})
     return Measurement(table, problem, 0.25, health_of(shape, iteration))
 
 

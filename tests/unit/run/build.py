@@ -4,7 +4,10 @@ from types import SimpleNamespace
 from typing import Any
 
 from megatron_snip.config import SnipConfig
+from megatron_snip.linears.model import Job
+from megatron_snip.linears.te.machine import Machine
 from megatron_snip.options import BF16, Option
+from megatron_snip.planning.fixed import Source
 from megatron_snip.planning.plan import PrecisionPlan
 from megatron_snip.planning.stage_layers import StageLayers
 from megatron_snip.run.guard import GuardState
@@ -55,6 +58,7 @@ def run_plans(
     refusals: dict[Option, dict[str, str]] | None = None,
     job: dict[str, Option] | None = None,
     ties: tuple[tuple[str, ...], ...] = (),
+    rules: dict[str, Source] | None = None,
     **config: Any,
 ) -> RunPlans:
     """The plans of a run of one rank, whose linears refuse options as given."""
@@ -72,8 +76,11 @@ def run_plans(
         linears=[linear(name) for name in STAGE_AND_FLOPS],
         runtime=SimpleNamespace(topology=Topology()),
         backend="simulate",
-        job_options=lambda: {name: (job or {}).get(name, BF16) for name in STAGE_AND_FLOPS},
-        ties=lambda: ties,
+        machine=Machine(),
+        config=None,
+        job=Job({name: (job or {}).get(name, BF16) for name in STAGE_AND_FLOPS}, rules or {}, ties),
+        refusals={},
+        recipes=lambda names: {},
     )
     return RunPlans(SnipConfig(**{"formats": "fp8,fp4", **config}), model, None, None)
 

@@ -34,7 +34,7 @@ class Linears:
         if self._refused is not None and options == self._refused.linears:
             raise RuntimeError("no kernel")
 
-    def resolved(self, plan: PrecisionPlan, iteration: int) -> dict[str, Any]:
+    def resolved(self, plan: PrecisionPlan, iteration: int, fixed: Any) -> dict[str, Any]:
         return {}
 
 

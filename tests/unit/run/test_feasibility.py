@@ -1,14 +1,23 @@
 """Settings that no plan satisfies, and the default target that one can reach."""
 
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from megatron_snip.config import make_config
 from megatron_snip.errors import UsageError
 from megatron_snip.options import BF16, Option
+from megatron_snip.planning.fixed import Fixed, Source, fixed_pins, summary
+from megatron_snip.planning.plan import write_plan
+from megatron_snip.planning.planner import make_plan
+from megatron_snip.run.plans import RunPlans
 from tests.unit.planning.build import options_of, plan_of
-from tests.unit.run.build import FP4, FP8, FP8_JOB, A, B, C, first, run_plans, state_of
+from tests.unit.run.build import FP4, FP8, FP8_JOB, MXFP8, A, B, C, first, run_plans, state_of
+
+
+def pinned(plans: RunPlans) -> dict[str, Option]:
+    return {name: each.option for name, each in plans.available.fixed.items()}
 
 
 @pytest.mark.parametrize(
@@ -52,7 +61,7 @@ def test_pins_that_contradict_each_other_are_named_as_pins() -> None:
 def test_linears_that_run_the_job_s_option_only_keep_it_and_lower_the_target() -> None:
     refusals = {o: {B: "it is fixed"} for o in (BF16, FP4)}
     plans = run_plans(refusals, FP8_JOB)
-    assert plans.config.efficiency_target == 0.75
+    assert plans.config.efficiency_target == 0.75 * 0.75
     problem = plans.problem_without_measurements(0.75)
     assert [sorted(row.options) for row in problem.linears] == [
         ["fp4", "fp8"],
@@ -63,8 +72,8 @@ def test_linears_that_run_the_job_s_option_only_keep_it_and_lower_the_target() -
     assert options_of(plans.fitting.plan(plan_of(["fp4"] * 3))[0]) == ["fp4", "fp8", "fp4"]
     refusals |= {FP4: {B: "it is fixed", C: "it is stored"}}
     plans = run_plans(refusals, FP8_JOB)
-    assert plans.config.efficiency_target == 0.25
-    assert "the efficiency target is 0.25, the highest that" in plans.available.warnings[-1]
+    assert plans.config.efficiency_target == 0.1875
+    assert "the efficiency target is 0.1875, 0.75 of the 0.25 " in plans.available.warnings[-1]
     assert plans.first_plan(None, 0).plan.target <= 0.25
     with pytest.raises(UsageError, match=r"best reachable target is 0\.25"):
         run_plans(refusals, FP8_JOB, efficiency_target=0.75).first_plan(None, 0)
@@ -74,24 +83,22 @@ def test_a_glob_pins_the_linears_that_can_run_its_option() -> None:
     refusals = {FP8: {B: "its shape is odd"}}
     plans = run_plans(refusals, formats="bf16,fp8,fp4", pins="*=fp8", efficiency_target=0.0)
     assert options_of(plans.first_plan(None, 0).plan) == ["fp8", "bf16", "fp8"]
-    assert plans.config.pins == (f"{A}=fp8", f"{B}=bf16", f"{C}=fp8")
+    assert pinned(plans) == {A: FP8, B: BF16, C: FP8}
     assert f"pin *=fp8: 1 of 3 linears run bf16 instead: {B}: its shape is odd" in (
         plans.available.warnings
     )
     for pins in (f"{B}=fp8", "*.layers.1.*=fp8"):  # no linear of theirs can run it
-        with pytest.raises(UsageError, match=rf"'fp8' is not an option of '{B}' \(bf16, fp4\)"):
+        with pytest.raises(UsageError, match=rf"{B} cannot run fp8: its shape is odd"):
             first(refusals=refusals, formats="bf16,fp8,fp4", pins=pins)
 
 
-@pytest.mark.parametrize("pinned", ["mxfp8", "fp4"])
-def test_pins_that_replace_a_glob_are_settings_that_can_be_read(pinned: str) -> None:
-    """A report reads them in config.yaml. One linear runs the job's own option only."""
+@pytest.mark.parametrize("option", ["mxfp8", "fp4"])
+def test_a_linear_that_runs_the_job_s_option_only_keeps_it_under_a_glob(option: str) -> None:
     refusals = {Option.parse(o): {B: "it is fixed"} for o in ("bf16", "mxfp8", "fp4")}
     plans = run_plans(
-        refusals, FP8_JOB, formats="mxfp8,fp4", pins=f"*={pinned}", efficiency_target=0.0
+        refusals, FP8_JOB, formats="mxfp8,fp4", pins=f"*={option}", efficiency_target=0.0
     )
-    assert plans.config.pins == (f"{A}={pinned}", f"{C}={pinned}")
-    assert make_config(plans.config.model_dump(mode="json")) == plans.config
+    assert pinned(plans) == {A: Option.uniform(option), B: FP8, C: Option.uniform(option)}
     assert plans.first_plan(None, 0).plan.linears[B] == FP8
 
 
@@ -114,7 +121,8 @@ def test_a_pin_of_a_tied_linear_holds_for_the_others() -> None:
     ties: Any = {"ties": ((B, C),), "pins": f"{B}=fp4", "efficiency_target": 0.0}
     job = dict.fromkeys((A, B, C), FP8)
     plans = run_plans(job=job, **ties)
-    assert plans.config.pins == (f"{B}=fp4", f"{C}=fp4")
+    assert pinned(plans) == {B: FP4, C: FP4}
+    assert plans.available.fixed[C].source is Source.TIE
     plan = plans.first_plan(None, 0).plan
     assert options_of(plan) == ["fp8", "fp4", "fp4"]
     assert options_of(plans.job_fallback(plan, 9)) == ["fp8", "fp4", "fp4"]
@@ -123,25 +131,130 @@ def test_a_pin_of_a_tied_linear_holds_for_the_others() -> None:
 
 
 def test_pins_of_tied_linears_that_contradict_each_other_are_named_as_they_were_given() -> None:
-    with pytest.raises(UsageError, match=rf"no plan satisfies: pin {B}=fp8; pin {C}=fp4"):
+    with pytest.raises(UsageError, match=rf"'{B}=fp8' and '{C}=fp4' give {C} two options"):
         first(ties=((B, C),), pins=f"{B}=fp8,{C}=fp4", efficiency_target=0.0)
 
 
-def test_linears_that_a_glob_ties_in_get_their_pins_in_one_order() -> None:
+def test_linears_that_a_pin_ties_in_get_theirs_in_one_order() -> None:
     """Ranks and resumed runs compare pins as texts."""
-    pins = f"{A}=bf16,*.layers.9*=fp8"
-    plans = run_plans(ties=((A, C, B),), pins=pins, efficiency_target=0.0)
-    assert plans.config.pins == (f"{A}=bf16", f"{B}=bf16", f"{C}=bf16", "*.layers.9*=fp8")
+    plans = run_plans(ties=((A, C, B),), pins=f"{A}=bf16", efficiency_target=0.0)
+    layers = [f"decoder.layers.{i}.*" for i in (1, 2)]
+    assert plans.available.pins == ((A, "bf16"), *((glob, "bf16") for glob in layers))
+
+
+RULES = {A: Source.FILE, C: Source.EDGE}
+"""Of the job: what its precision file and its first and last layers fix."""
+
+
+def test_what_the_job_s_own_rules_fix_stays_as_the_job_runs_it() -> None:
+    """Also where it is no option of the run, which is then not measured."""
+    job = {A: MXFP8, B: FP8, C: BF16}
+    plans = run_plans(job=job, rules=RULES, efficiency_target=0.0)
+    assert {name: (str(f.option), f.source) for name, f in plans.available.fixed.items()} == {
+        A: ("mxfp8", Source.FILE),
+        C: ("bf16", Source.EDGE),
+    }
+    lowest = plans.first_plan(None, 0).plan
+    assert options_of(lowest) == ["mxfp8", "fp8", "bf16"]
+    (first, second, third) = plans.problem_without_measurements(0.0).linears
+    assert first.options["mxfp8"].quality_loss == 0.0
+    assert list(second.options) == list(third.options) == ["fp8", "fp4"]
+    made = make_plan(plans.problem_without_measurements(0.25), plans.plan_settings(0))
+    assert options_of(made) == ["mxfp8", "fp4", "bf16"]
+    fallback = plans.job_fallback(made, 9)
+    assert options_of(fallback) == ["mxfp8", "fp8", "bf16"]
+    fitted, replaced = plans.fitting.plan(plan_of(["fp4", "fp4", "fp4"]))
+    assert options_of(fitted) == ["mxfp8", "fp4", "bf16"]
+    assert [each.reason for each in replaced] == [Source.FILE, Source.EDGE]
+
+
+def test_the_default_target_counts_what_fixed_linears_save_anyway() -> None:
+    """Else the others could all have the highest precision."""
+    job = {A: FP8, B: FP8, C: FP4}
+    plans = run_plans(job=job, rules={C: Source.FILE})
+    assert plans.config.efficiency_target == 0.5 + 0.75 * 0.5
+    text = "is 0.875, 0.75 of the 0.5 that linears can reach above the 0.5 of fixed linears"
+    assert any(text in each for each in plans.available.warnings)
+
+
+def test_a_pin_goes_before_the_job_s_own_rules_and_free_gives_linears_back() -> None:
+    plans = run_plans(rules=RULES, pins=f"{A}=fp8,{C}=free", efficiency_target=0.0)
+    assert pinned(plans) == {A: FP8}
+    assert plans.available.fixed[A].source is Source.PIN
+    assert not any("frees nothing" in text for text in plans.available.warnings)
+    plans = run_plans(rules=RULES, pins=f"{B}=free", efficiency_target=0.0)
+    assert pinned(plans) == {A: BF16, C: BF16}
+    assert f"--snip-pins {B}=free frees nothing" in "".join(plans.available.warnings)
+    with pytest.raises(UsageError, match="no linear's name matches"):
+        run_plans(pins="*.layers.9.*=free")
+
+
+def test_a_linear_that_is_fused_with_a_fixed_one_is_fixed() -> None:
+    plans = run_plans(rules=RULES, ties=((A, B),), efficiency_target=0.0)
+    assert pinned(plans) == {A: BF16, B: BF16, C: BF16}
+    assert plans.available.fixed[B].source is Source.TIE
+
+
+def test_a_linear_that_can_run_only_what_the_job_runs_counts_as_fixed() -> None:
+    refusals = {o: {B: "weights are stored in mxfp8"} for o in (BF16, FP4)}
+    plans = run_plans(refusals, FP8_JOB)
+    assert {name: f.source for name, f in plans.available.fixed.items()} == {B: Source.LIMIT}
+    assert plans.available.pins == ()  # what it can run decides
+    assert summary(plans.available.fixed, 3) == (
+        f"1 of 3 linears are fixed: 1 by stored weights or shapes (such as {B}=fp8)"
+    )
+
+
+def test_a_plan_file_against_the_job_s_own_rules_is_refused_with_the_flag_that_frees(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "plan.json"
+    write_plan(plan_of(["fp4", "fp4", "fp4"]), path)
+    wanted = rf"the plan breaks --te-precision-config-file at 1 of 3 linears: {A}; .*--snip-pins"
+    with pytest.raises(UsageError, match=wanted):
+        first(rules=RULES, plan_file=path)
+    with pytest.raises(UsageError, match="the plan breaks --first-last-layers-bf16 at 1 of 3"):
+        first(rules=RULES, plan_file=path, pins=f"{A}=free")
+    assert first(rules=RULES, plan_file=path, pins="*=free") == ["fp4"] * 3
+
+
+def test_a_changed_rule_of_the_job_is_a_changed_setting_of_a_resumed_run() -> None:
+    before = run_plans(rules=RULES, efficiency_target=0.0)
+    state = replace(state_of(plan_of(["bf16", "fp4", "bf16"])), settings=before.reported_settings())
+    same = run_plans(rules=RULES, efficiency_target=0.0).first_plan(state, 0)
+    assert same.new_settings == frozenset()
+    other = run_plans(rules={A: Source.FILE}, efficiency_target=0.0).first_plan(state, 0)
+    assert other.new_settings == {"pins"}
+
+
+def test_pins_become_the_fewest_that_say_the_same() -> None:
+    names = [
+        f"{block}.layers.{i}.mlp.linear_fc{k}"
+        for block in ("decoder", "mtp.layers.0.inner")
+        for i in range(2)
+        for k in (1, 2)
+    ]
+    names += ["mtp.layers.0.mlp.linear_fc1"]
+    fixed = {name: Fixed(BF16, Source.EDGE) for name in names if "inner" not in name}
+    fixed[names[3]] = Fixed(FP8, Source.PIN)
+    assert fixed_pins(fixed, names, [("*.1.*fc2", FP8), (names[3], FP8)]) == (
+        (names[3], "fp8"),
+        ("decoder.layers.0.*", "bf16"),
+        (names[2], "bf16"),
+        # `mtp.layers.0.*` would match the layers within
+        ("mtp.layers.0.mlp.linear_fc1", "bf16"),
+    )
 
 
 def test_pins_lower_the_default_target() -> None:
-    """`--first-last-layers-bf16` of a job becomes such pins."""
     plans = run_plans(pins=f"{C}=bf16")
-    assert plans.config.efficiency_target == 0.5
-    assert "the efficiency target is 0.5, the highest that" in plans.available.warnings[-1]
+    assert plans.config.efficiency_target == 0.375
+    assert "the efficiency target is 0.375, 0.75 of the 0.5 " in plans.available.warnings[-1]
     assert run_plans(pins=f"{C}=bf16", policy="uniform-fp8").config.efficiency_target == 0.75
-    with pytest.raises(UsageError, match="best reachable target is 0"):
+    with pytest.raises(UsageError, match=r"nothing is left to plan .*3 of 3 .* by --snip-pins"):
         first(pins="*=bf16")
+    with pytest.raises(UsageError, match="best reachable target is 0"):
+        first(pins="*=bf16", efficiency_target=0.5)
 
 
 @pytest.mark.parametrize(

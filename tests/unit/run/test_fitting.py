@@ -2,7 +2,8 @@
 
 from typing import Any
 
-from megatron_snip.options import Option
+from megatron_snip.options import BF16, Option
+from megatron_snip.planning.fixed import Source
 from megatron_snip.planning.problem import PlanningProblem
 from megatron_snip.planning.stage_layers import StageLayers
 from tests.unit.planning.build import options_of, plan_of, problem_of
@@ -58,16 +59,14 @@ def test_tied_linears_get_one_option() -> None:
     assert plans.problem_without_measurements(0.2).ties == ((B, C),)
 
 
-def test_pinned_options_are_asked_for_in_the_order_of_the_pins() -> None:
+def test_options_of_fixed_linears_are_asked_for_in_the_order_of_the_model() -> None:
     """All ranks must ask in the same order, and a set of options has another in each process."""
-    pinned = [Option.parse(text) for text in ("fp4-fp8-fp8", "fp8-fp4-fp8", "fp8-fp8-fp4")]
-    pinned += [Option.parse(text) for text in ("fp4-fp4-fp8", "fp4-fp8-fp4", "fp8-fp4-fp4")]
-    pins = tuple(f"layers.{i}={option}" for i, option in enumerate(pinned))
-    refusals = Refusals({option: dict.fromkeys((A, B, C), "no") for option in pinned})
-    plans = run_plans(refusals, pins=pins, granularity="gemm", efficiency_target=0.0)
-    del refusals.asked[:]
+    options = [Option.parse(text) for text in ("fp4-fp8-fp8", "fp8-fp4-fp8", "fp8-fp8-fp4")]
+    job = dict(zip((A, B, C), options, strict=True))
+    refusals = Refusals({BF16: {}})
+    plans = run_plans(refusals, job=job, rules=dict.fromkeys(job, Source.FILE), efficiency_target=0)
     plans.fitting.plan(plan_of(["fp4", "fp4", "fp4"]))
-    assert [option for option in dict.fromkeys(refusals.asked) if option in pinned] == pinned
+    assert [option for option in dict.fromkeys(refusals.asked) if option in options] == options
 
 
 class Refusals(dict[Option, dict[str, str]]):

@@ -1,5 +1,6 @@
 """The order in which healing raises GEMMs, kept by leaving options out of the problem."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -25,11 +26,14 @@ def row_of(index: int, options: dict[str, OptionCost] = COSTS) -> LinearChoices:
     return LinearChoices(name=name_of(index), stage=0, flops=1.0, options=options)
 
 
-def left(target: float, settings: SnipConfig, efficiency: float = 1.0) -> list[list[str]]:
+def left(
+    target: float, settings: SnipConfig, efficiency: float = 1.0, fixed: Sequence[str] = ()
+) -> list[list[str]]:
     """The options of two linears that healing from FP4 in all GEMMs leaves."""
     plan = plan_of(["fp4", "fp4"], efficiency=efficiency)
     problem = PlanningProblem(linears=(row_of(0), row_of(1)), target=target)
-    return [list(row.options) for row in healing_problem(problem, plan, settings).linears]
+    healed = healing_problem(problem, plan, settings, fixed)
+    return [list(row.options) for row in healed.linears]
 
 
 @pytest.mark.parametrize(
@@ -49,9 +53,9 @@ def test_the_gemms_that_come_first_are_all_raised_before_the_others(
     assert left(target, config(order)) == [options, options]
 
 
-def test_pinned_linears_and_plans_short_of_the_target_keep_all_options() -> None:
-    pinned, free = left(0.8, config("forward", pins=f"{name_of(0)}=fp4"))
-    assert pinned == list(COSTS)
+def test_fixed_linears_and_plans_short_of_the_target_keep_all_options() -> None:
+    fixed, free = left(0.8, config("forward"), fixed=[name_of(0)])
+    assert fixed == list(COSTS)
     assert free == ["bf16-fp4-fp4", "fp4"]
     assert left(0.8, config("forward"), efficiency=0.7) == [list(COSTS), list(COSTS)]
 

@@ -48,7 +48,8 @@ def test_a_problem_has_the_pins_of_the_run() -> None:
         runtime=runtime, chunks=[], all_linears=MEASURED, measured_formats=lambda _: {}
     )
     options = tuple(map(Option.uniform, ("fp8", "fp4")))
-    config = SnipConfig(formats=("fp8", "fp4"), pins=("*.layers.0.*=fp8-fp8-fp8",))
-    observations = Observations(config, model, AvailableOptions(options, {}), None)
+    pins = (("*.layers.0.*", "fp8"),)
+    available = AvailableOptions(options, {}, pins=pins)
+    observations = Observations(SnipConfig(formats=("fp8", "fp4")), model, available, None)
     observations.load_state_dict(StatisticsTable(5, 2.0, tuple(MEASURED)))
-    assert observations.measurement(0.5).problem.pins == (("*.layers.0.*", "fp8"),)
+    assert observations.measurement(0.5).problem.pins == pins

@@ -1,0 +1,86 @@
+"""What a user's precision file fixes stays as the job runs it, under every plan."""
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.megatron.fast_flags import NVFP4
+from tests.megatron.lab import SNIP, Lab, applied_plans, logged, recipes_of, snip_lines
+
+BF16_RULES = ("*.linear_qkv", "*.linear_proj", "*.fc?_latent_proj", "mtp.*")
+"""The modules that NVIDIA's file for Nemotron 3 Super keeps in BF16."""
+
+LOCAL_RULE = "decoder.layers.1.mlp.linear_fc2"
+"""On each of two pipeline stages it is another layer: 1 and 3."""
+
+PLANS = [*SNIP, "--snip-efficiency-target", "0.25"]
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    kind = {"transformer_engine_config_type": "TEQuantizationParams"}
+    configs = {
+        "bf16": {**kind, "training_recipe": {}, "evaluation_recipe": {}},
+        "mxfp8": {
+            **kind,
+            "training_recipe": {
+                "fp8_quantization_recipe": "mxfp8",
+                "override_quantized_autocast": True,
+                "override_nonquantized_autocast": True,
+            },
+        },
+    }
+    rules = {**dict.fromkeys(BF16_RULES, "bf16"), LOCAL_RULE: "mxfp8"}
+    matchers = {
+        pattern: {"type": "glob", "pattern": pattern, "config": config, "enabled": True}
+        for pattern, config in rules.items()
+    }
+    path = tmp_path_factory.mktemp("rules") / "precision.yaml"
+    path.write_text(yaml.safe_dump({"configs": configs, "matchers": matchers}, sort_keys=False))
+    return path
+
+
+def fixed_in(output: Path, iteration: int) -> dict[str, str]:
+    rows = json.loads((output / "precision" / f"{iteration}.json").read_text())["linears"]
+    return {row["name"]: row["fixed"] for row in rows if row["fixed"] is not None}
+
+
+@pytest.mark.parametrize("precision", [[], NVFP4], ids=["bf16", "nvfp4"])
+def test_a_plan_leaves_what_a_file_fixes(te_lab: Lab, file: Path, precision: list[str]) -> None:
+    job = [*precision, "--te-precision-config-file", str(file)]
+    plain = te_lab.run("te pp2", job, plain=True)
+    run = te_lab.run("te pp2", [*job, *PLANS])
+    run.finished()
+    assert applied_plans(run) == [5, 9], run.report
+    assert [logged(run)[i] for i in range(1, 5)] == [logged(plain)[i] for i in range(1, 5)]
+    for iteration in (5, 9):
+        recipes = recipes_of(run.output, iteration)
+        attention = {name for name in recipes if "self_attention" in name}
+        local = {f"decoder.layers.{i}.mlp.linear_fc2" for i in (1, 3)}
+        assert {recipes[name] for name in attention} == {"bf16"}
+        assert {recipes[name] for name in local} == {"mxfp8"}
+        assert "nvfp4" in recipes.values()
+        by_file = fixed_in(run.output, iteration)
+        assert by_file == dict.fromkeys(attention | local, "--te-precision-config-file")
+    lines = snip_lines(run)
+    assert sum("10 of 16 linears are fixed: 10 by --te-precision-config-file" in x for x in lines)
+    unused = "2 rules of --te-precision-config-file decide for no module of any rank: "
+    assert sum(f"{unused}*.fc?_latent_proj (bf16), mtp.* (bf16)" in line for line in lines) == 1
+    settings = yaml.safe_load((run.output / "config.yaml").read_text())
+    assert settings["fixed"]["--te-precision-config-file"]["linears"] == 10
+    assert settings["snip"]["pins"] == []
+
+
+def test_pins_go_before_the_file_and_give_linears_back(te_lab: Lab, file: Path) -> None:
+    job = [*NVFP4, "--te-precision-config-file", str(file)]
+    pins = ["--snip-pins", "*.0.*.linear_qkv=fp4,*.linear_fc2=free", "--snip-formats", "bf16,fp4"]
+    run = te_lab.run("te", [*job, *PLANS, *pins])
+    run.finished()
+    assert applied_plans(run) == [5, 9], run.report
+    name = "decoder.layers.0.self_attention.linear_qkv"
+    assert recipes_of(run.output, 5)[name] == "nvfp4"
+    found = fixed_in(run.output, 5)
+    assert found.pop(name) == "--snip-pins"
+    assert len(found) == 7 and all("self_attention" in each for each in found)
