@@ -53,7 +53,7 @@ def test_constraints_that_cannot_be_met_fail_at_the_start() -> None:
 
 
 def test_pins_that_contradict_each_other_are_named_as_pins() -> None:
-    with pytest.raises(UsageError, match=r"^pins: no plan satisfies: pin") as caught:
+    with pytest.raises(UsageError, match=r"^pins: .* give .* two options") as caught:
         first(pins=f"{A}=fp8,*=fp4", efficiency_target=0.0)
     assert caught.value.field == "pins"
 

@@ -78,7 +78,7 @@ def test_a_guard_that_cannot_be_read_starts_anew(guard: Any, caplog: Any) -> Non
 @pytest.mark.parametrize(
     ("change", "text"),
     [
-        ({"version": 1}, "version 1; this megatron-snip reads version 2 or 3; .*--finetune"),
+        ({"version": 1}, "version 1; this megatron-snip reads version 3; .*--finetune"),
         ({"plan": {}}, "here is damaged: plan: version None"),
         ({"history": [1]}, "here is damaged: history"),
         ({"solve": {"iteration": 1}}, "here is damaged: solve.*; load another checkpoint"),
