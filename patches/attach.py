@@ -20,7 +20,7 @@ from megatron_snip.patches.registry import Package, Session
 
 if TYPE_CHECKING:  # without --snip a run imports neither planning nor reporting
     from megatron_snip.reporting.events import Writer
-    from megatron_snip.run.state import ControllerState
+    from megatron_snip.run.state import RunState
     from megatron_snip.topology import Topology
 
 logger = logging.getLogger(__name__)
@@ -143,7 +143,7 @@ def microbatch_tokens_of(args: Any, samples: int) -> tuple[int | None, int | Non
 
 def _resumed_state(
     loaded: Any, num_done: int, topology: Topology
-) -> tuple[ControllerState | None, str | None]:
+) -> tuple[RunState | None, str | None]:
     """All ranks: return what `resumed_state` does; its error on one rank is every rank's.
 
     Each rank has read a file of its own of some checkpoint formats, which may be damaged.
@@ -153,7 +153,7 @@ def _resumed_state(
     """
     from megatron_snip.run.state import resumed_state
 
-    def read() -> tuple[ControllerState | None, str | None]:
+    def read() -> tuple[RunState | None, str | None]:
         try:
             return resumed_state(loaded, num_done)
         except UsageError as error:
@@ -167,7 +167,7 @@ def make_writers(
     args: argparse.Namespace,
     topology: Topology,
     loggers: Loggers,
-    state: ControllerState | None = None,
+    state: RunState | None = None,
 ) -> tuple[list[Writer], str]:
     """All ranks: return this rank's writers, and what identifies the run.
 

@@ -10,35 +10,29 @@ Alerted = tuple[tuple[str, str], ...]
 """(text of a threshold, linear) that were reported, sorted."""
 
 
-class Alerts:
-    """Reports each linear once for each threshold, and not again after a resume."""
+def new_alerts(
+    thresholds: Sequence[AlertThreshold], health: HealthTable, reported: Alerted
+) -> tuple[str | None, Alerted]:
+    """Return one line about linears that are beyond a threshold for the first time.
 
-    def __init__(self, thresholds: Sequence[AlertThreshold]) -> None:
-        """Start with nothing reported."""
-        self._thresholds = tuple(thresholds)
-        self._reported: Alerted = ()
+    The line names six linears for each threshold; health/<iteration>.json has all. All thresholds
+    share a line: W&B drops a second alert with the same title within a minute.
 
-    def report(self, health: HealthTable) -> str | None:
-        """Return one line about the linears that are beyond a threshold for the first time.
+    Args:
+        thresholds: of `--snip-alert`.
+        health: what a refresh found.
+        reported: what earlier lines were about.
 
-        It names six linears for each threshold; health/<iteration>.json has all. All thresholds
-        share a line: W&B drops a second alert with the same title within a minute.
-        """
-        texts = []
-        for threshold in self._thresholds:
-            text = threshold.text
-            beyond = health.beyond(threshold.measure, threshold.sign, threshold.limit)
-            new = [found for found in beyond if (text, found.linear) not in self._reported]
-            if new:
-                now = {(text, found.linear) for found in new}
-                self._reported = tuple(sorted(now.union(self._reported)))
-                texts.append(f"alert {text}: {listing(list(map(str, new)))}")
-        return "; ".join(texts) or None
-
-    def state_dict(self) -> Alerted:
-        """Return what was reported."""
-        return self._reported
-
-    def load_state_dict(self, state: Alerted) -> None:
-        """Do not repeat what a stopped run reported."""
-        self._reported = tuple(sorted(state))
+    Returns:
+        (the line, or None if there is nothing new; what is reported now).
+    """
+    texts = []
+    now = set(reported)
+    for threshold in thresholds:
+        text = threshold.text
+        beyond = health.beyond(threshold.measure, threshold.sign, threshold.limit)
+        new = [found for found in beyond if (text, found.linear) not in now]
+        if new:
+            now.update((text, found.linear) for found in new)
+            texts.append(f"alert {text}: {listing(list(map(str, new)))}")
+    return "; ".join(texts) or None, tuple(sorted(now))

@@ -1,4 +1,6 @@
-"""The controller: the order of what happens in an iteration; all ranks make the same calls.
+"""The controller: an iteration takes the run's state and returns the next one.
+
+All ranks make the same calls and hold the same state (`RunState`). In order:
 
     apply      a plan that is due: rank 0 checks and broadcasts it, or the reason why there is none;
                every rank applies it
@@ -23,7 +25,7 @@ import torch
 
 from megatron_snip.collectives import RemoteFailure
 from megatron_snip.config import SnipConfig
-from megatron_snip.errors import PlanningError
+from megatron_snip.errors import PlanningError, SnipError
 from megatron_snip.linears.discovery import current_topology
 from megatron_snip.linears.model import PlannedModel
 from megatron_snip.log import set_iteration
@@ -31,28 +33,38 @@ from megatron_snip.planning.fixed import by_source, summary
 from megatron_snip.planning.plan import (
     PrecisionPlan,
     changed_linears,
+    format_shares,
     without_objective,
 )
+from megatron_snip.planning.problem import PlanningProblem
 from megatron_snip.planning.solver_process import SolverProcess
 from megatron_snip.reporting.events import (
     Event,
     Metrics,
+    PlanApplied,
     Reporter,
     Settings,
     Writer,
 )
-from megatron_snip.run.alerts import Alerts
-from megatron_snip.run.current_plan import CurrentPlan
+from megatron_snip.run.alerts import new_alerts
 from megatron_snip.run.evaluation import Evaluations
 from megatron_snip.run.guard import Guard, Outcome
 from megatron_snip.run.metrics import StepMetrics
-from megatron_snip.run.observation import MIN_OPTIMIZER_STEPS, Observations
+from megatron_snip.run.observation import MIN_OPTIMIZER_STEPS, Observations, Refresh
 from megatron_snip.run.plans import FirstPlan, PlanSource, RunPlans
-from megatron_snip.run.replanner import Replanner
-from megatron_snip.run.schedule import RefreshSchedule
-from megatron_snip.run.solve import Solve
-from megatron_snip.run.state import ControllerState, state_of_model
-from megatron_snip.run.step import ForwardBackward, Results, Runner, TrainingStep
+from megatron_snip.run.replanning import (
+    after_failed_plan,
+    target_to_plan_for,
+    with_problem,
+    without_problem,
+)
+from megatron_snip.run.schedule import Schedule, ScheduleState
+from megatron_snip.run.solve import Solver
+from megatron_snip.run.start import first_change, first_state
+from megatron_snip.run.state import RunState, state_of_model
+from megatron_snip.run.step import ForwardBackward, Results, Runner, StepLoss, TrainingStep
+from megatron_snip.run.step_times import StepTimes
+from megatron_snip.statistics.records import StatisticsTable
 from megatron_snip.topology import Topology
 
 
@@ -86,7 +98,7 @@ class SnipController:
         *,
         seed: int = 0,
         writers: Sequence[Writer] = (),
-        state: ControllerState | None = None,
+        state: RunState | None = None,
         topology: Topology | None = None,
         solver: SolverProcess | None = None,
         microbatch_tokens: int | None = None,
@@ -135,7 +147,9 @@ class SnipController:
             self.model.runtime.evaluation_tokens = evaluation_tokens
         self._plans = RunPlans(config, self.model, train_iters, calibration_cache)
         self.config = self._plans.config
-        self._run_id = run_id
+        self._schedule = Schedule.of(self.config)
+        # A plan that never changes is not judged.
+        is_guarded = self.config.guard and self._schedule.changes_plans
 
         # What follows may warn through the reporter. What was found above is reported here.
         self.metrics = StepMetrics(topology)
@@ -151,82 +165,63 @@ class SnipController:
             if warning is not None:
                 self._reporter.warn(warning)
 
-        # What the controller drives: schedule, observations, guard, alerts, solver, evaluations.
+        # What runs and measures an iteration, solves, and evaluates. None of it knows the plan.
+        self._observations = Observations(self.config, self.model, self._plans.available, optimizer)
         self._optimizer = optimizer
-        self._make_owners(seed, solver, num_done)
-        self._warn_if_nothing_is_measured(train_iters)
-        self.evaluations.warn_if_a_plan_cannot_run(self._plans.available.options)
-
-        self._has_trained = False
-
-        # The plan that the run starts with, and the rest of a stopped run's state.
-        first = self._plans.first_plan(state, seed, num_done)
-        self._current = CurrentPlan(first.plan, self.model, self._plans, self._reporter)
-        if state is not None:
-            self._load(state)
-        self._replanner = Replanner(
-            self._plans,
-            self._schedule,
-            self._observations,
-            self._solve,
-            self._current,
-            topology,
-        )
-        # The state before the iteration that began last; None before the first one.
-        self._before: ControllerState | None = None
-        self.model.install()
-        # From here on nothing is refused, so a writer may replace the files of an earlier run.
-        if self.config != config or fixed:
-            settings = Settings(self.config.model_dump(mode="json"), by_source(fixed))
-            self._reporter.write(Event(num_done, settings))
-        self._start(state, first, num_done)
-
-    def _make_owners(self, seed: int, solver: SolverProcess | None, num_done: int) -> None:
-        """All ranks: make what the controller drives.
-
-        All but `evaluations` own an entry of SNIP's state in a checkpoint (`state_dict`,
-        `load_state_dict`).
-        """
-        config = self.config
-        runtime = self.model.runtime
-        self._schedule = RefreshSchedule(config, num_done)
-        self._observations = Observations(
-            config, self.model, self._plans.available, self._optimizer
-        )
-        # A plan that never changes is not judged.
-        is_guarded = config.guard and self._schedule.changes_plans
-        sigmas = config.guard_sigmas if is_guarded else None
-        self._guard = Guard(sigmas, self.model, self._optimizer, self._plans.job_fallback)
-        self._alerts = Alerts(config.alerts)
-        if runtime.topology.rank != 0 or not self._schedule.changes_plans:
+        self._guard = Guard(self.model, optimizer, self._plans.job_fallback)
+        if topology.rank != 0 or not self._schedule.changes_plans:
             solver = None
         elif solver is None:
             solver = SolverProcess()
-        self._solve = Solve(self._plans.plan_settings(seed), self._control, solver)
+        self._solver = Solver(self._plans.plan_settings(seed), topology.control, solver)
         self.evaluations = Evaluations(
-            config.eval_precision, self.model, self._reporter, self._observations, num_done
+            self.config.eval_precision,
+            self.model,
+            self._reporter,
+            lambda plan: self._observations.loss_divergence(self._state.observations, plan),
+            num_done,
         )
+        self._warn_if_nothing_is_measured(train_iters)
+        self.evaluations.warn_if_a_plan_cannot_run(self._plans.available.options)
+
+        # The plan that the run starts with, and the rest of a stopped run's state.
+        first = self._plans.first_plan(state, seed, num_done)
+        self._state = first_state(
+            run_id, state, first, num_done, self._plans, self._schedule, is_guarded
+        )
+        # The iteration that began last, and the state before it.
+        self._begun: tuple[int, RunState] | None = None
+        # The loss of the last iteration that was not judged, on its way from the device.
+        self._loss: StepLoss | None = None
+        self._step_times = StepTimes()
+        self._has_trained = False
+        self.model.install()
+        # From here on nothing is refused, so a writer may replace the files of an earlier run.
+        if self.config != config or fixed:
+            changed = Settings(self.config.model_dump(mode="json"), by_source(fixed))
+            self._reporter.write(Event(num_done, changed))
+        self._start(state, first)
 
     @property
     def plan(self) -> PrecisionPlan:
         """The current plan."""
-        return self._current.plan
+        return self._state.plan
 
     @property
     def history(self) -> Sequence[tuple[int, str]]:
         """(first iteration under it, digest) of each plan after the run's first one, in order."""
-        return self._current.history
+        return self._state.history
 
     @property
     def format_shares(self) -> dict[str, float]:
         """Share of the linears' FLOPs in each format under the current plan."""
-        return self._current.format_shares
+        return format_shares(self.plan.linears, self._plans.stage_and_flops)
 
     def forward_backward(self, iteration: int, function: ForwardBackward, **kwargs: Any) -> Results:
         """All ranks: run an iteration's forward-backward under the plan; measure it if that is due.
 
-        Megatron's rerun state machine may repeat an iteration whose result it doubts. Training goes
-        on with the gradients of the last attempt, so what that one measured counts.
+        Megatron's rerun state machine may repeat an iteration whose result it doubts. The state
+        before its first attempt comes back, and the last attempt counts.
 
         Args:
             iteration: Megatron's iteration (1-based).
@@ -242,30 +237,28 @@ class SnipController:
         """
         set_iteration(iteration)
         self.evaluations.begin_iteration(iteration)
-        self._guard.begin(iteration)
-        is_repeated = self._note_state_before(iteration)
-        self._apply_due_plan(iteration, kwargs.get("num_microbatches", 1))
+        state, is_repeated = self._state_before(iteration)
+        state = self._with_due_plan(state, iteration, kwargs.get("num_microbatches", 1))
         self.model.gather_weights(self._optimizer)
-        self._begin_due_refresh(iteration)
-        measures = self._schedule.measures(iteration)
-        observation = None
+        state = self._with_due_refresh(state, iteration)
+        measures = state.schedule.refreshed == iteration
+        if not measures:
+            state = self._with_plan_for_new_target(state, iteration)
+
         # A step of fused MLPs is measured in an extra run without the fusion.
-        has_extra_run = measures and self.model.has_fused_mlps
-        may_repeat = self._guard.is_judging or has_extra_run
-        step = TrainingStep(function, kwargs, may_repeat)
-        if measures:
-            observation = self._observations.begin(iteration)
-            self._observations.observe_unfused(observation, iteration, step)
+        is_judged = state.guard is not None and state.guard.is_judging
+        step = TrainingStep(function, kwargs, is_judged or (measures and self.model.has_fused_mlps))
+        if not measures:
+            outcome = self._guard.run(iteration, step, state.plan, state.guard)
+            state = self._after_step(state, iteration, outcome)
         else:
-            self._replanner.plan_for_new_target(iteration)
-        with self._observations.observing_step(observation):
-            outcome = self._guard.run(iteration, step, self.plan)
-        self._take_guards_decision(iteration, outcome)
-        self._observations.end(observation, step, outcome)
+            outcome, refresh = self._measured(state, iteration, step)
+            state = self._after_step(state, iteration, outcome)
+            state = self._after_refresh(state, iteration, refresh)
         if measures or outcome.was_judged or is_repeated:
-            self._current.step_times.leave_out()
-        if measures:
-            self._finish_refresh(iteration)
+            self._step_times.leave_out()
+        self._loss = outcome.loss
+        self._state = replace(state, iteration=iteration)
         return outcome.results
 
     def end_iteration(self, iteration: int, metrics: dict[str, Any]) -> None:
@@ -279,8 +272,8 @@ class SnipController:
         """
         self.evaluations.end_iteration()
         self._has_trained = True
-        self._guard.read_loss()
-        metrics = self._current.step_times.end_iteration(metrics)
+        self._read_loss()
+        metrics = self._step_times.end_iteration(metrics)
         share = self._plans.lowest_precision_share(self.plan)
         metrics["lowest_precision_fraction"] = share  # its name in metrics.jsonl
         metrics |= self.evaluations.take_metrics()
@@ -313,7 +306,7 @@ class SnipController:
             added = Metrics(metrics, is_addition=True)
             self._reporter.write(Event(self.evaluations.iteration, added))
 
-    def state(self, iteration: int) -> ControllerState:
+    def state(self, iteration: int) -> RunState:
         """Return what a checkpoint after `iteration` keeps; the same on all ranks.
 
         Megatron's rerun state machine may give up an iteration whose result it doubts, and save a
@@ -322,35 +315,21 @@ class SnipController:
         Args:
             iteration: the last iteration done; or i - 1, if Megatron gave up iteration i.
         """
-        before = self._before
-        is_given_up = before is not None and before.iteration == iteration
-        state = before if before is not None and is_given_up else self._state_now(iteration)
+        is_given_up = self._begun is not None and self._begun[0] == iteration + 1
+        state = self._begun[1] if self._begun is not None and is_given_up else self._state
         # A resumed run reads what this run wrote up to here.
         self._reporter.flush()
-        return replace(state, settings=self._plans.reported_settings())
-
-    def _state_now(self, iteration: int) -> ControllerState:
-        """Return the state after `iteration`, without what takes time to collect.
-
-        Everything in it is immutable, so it costs an iteration microseconds.
-        """
-        return ControllerState(
+        return replace(
+            state,
             iteration=iteration,
-            plan=self.plan,
-            run_id=self._run_id,
-            history=tuple(self.history),
-            target=self._replanner.target,
-            schedule=self._schedule.state_dict(iteration),
-            solve=self._solve.state_dict(),
-            guard=self._guard.state_dict(),
-            observations=self._observations.state_dict(),
-            alerts=self._alerts.state_dict(),
+            schedule=self._schedule.checkpointed(state.schedule, state.iteration, iteration),
+            settings=self._plans.reported_settings(),
         )
 
     def close(self) -> None:
         """All ranks: restore Megatron's methods, end the solver's process, close the writers."""
         self.model.uninstall()
-        self._solve.close()
+        self._solver.close()
         self._reporter.close()
 
     # ---- the start ------------------------------------------------------------------------------
@@ -367,58 +346,52 @@ class SnipController:
                 f"has {train_iters} iterations"
             )
 
-    def _load(self, state: ControllerState) -> None:
-        """All ranks: give every owner its part of a stopped run's state.
-
-        The pending problem is not loaded here: `Replanner.resume` decides whether it is solved.
-        """
-        self._current.history = list(state.history)
-        self._schedule.load_state_dict(state.schedule)
-        self._observations.load_state_dict(state.observations)
-        self._alerts.load_state_dict(state.alerts)
-        guard = state.guard
-        if guard is not None and guard.first_fallback is not None:
-            fitted, _ = self._plans.fitting.plan(guard.first_fallback)
-            guard = guard.model_copy(update={"first_fallback": fitted})
-        self._guard.load_state_dict(guard)
-
-    def _start(self, state: ControllerState | None, first: FirstPlan, num_done: int) -> None:
+    def _start(self, stopped: RunState | None, first: FirstPlan) -> None:
         """All ranks: apply and report the first plan; continue with what was being solved.
 
         Args:
-            state: the state of the stopped run; None for a new run.
+            stopped: the state of the stopped run; None for a new run.
             first: the plan that the run starts with.
-            num_done: iterations that the weights were trained for.
         """
-        former_plan = None if state is None else state.plan
-        self._current.start(former_plan, num_done, may_change=self._schedule.changes_plans)
-        if state is not None and state.plan.digest != self.plan.digest:
-            # The guard judges the new plan. Its fallback is the stopped run's plan, made to fit
-            # this run. With new pins or formats this fitted plan can equal the new plan. Then the
-            # fallback of the stopped run stays.
-            fitted, _ = self._plans.fitting.plan(state.plan)
-            equals_new_plan = fitted.digest == self.plan.digest
-            fallback = self._guard.state.first_fallback if equals_new_plan else fitted
-            self._guard.plan_changed(fallback=fallback)
-        for text in self._differences(state, first):
+        self.model.apply(self.plan.linears)
+        change = first_change(self._state, stopped, self._plans, self._schedule)
+        if change is not None:
+            num_changed, is_resumed = change
+            first_iteration = self._state.iteration + 1
+            self._report_plan(first_iteration, self.plan, num_changed, is_resumed=is_resumed)
+        for text in self._differences(stopped, first):
             self._reporter.warn(text)
-        if state is not None and self._schedule.changes_plans:
-            with self._current.kept_on_error(num_done + 1):
-                self._replanner.resume(state, first)
+        if stopped is None or not self._schedule.changes_plans:
+            return
+        done = self._state.iteration
+        try:
+            if first.is_outdated:
+                # Training waits for the plan: it is due before the next iteration.
+                mean = self._state.observations
+                if mean is not None and self._observations.suffice(mean):
+                    target = self._plans.targets.at(done + 1)
+                    problem = self._problem(mean, target, "planning for the new settings")
+                    self._state = self._solving(self._state, done, problem, apply_at=done + 1)
+            elif first.source is PlanSource.CHECKPOINT and stopped.solve is not None:
+                pending = self._plans.fitting.pending(stopped.solve, done)
+                self._state = replace(self._state, solve=pending)
+                self._solver.begin(pending, self.plan)
+        except SnipError as failure:
+            self._keep_plan(self._state, done + 1, failure)
 
-    def _differences(self, state: ControllerState | None, first: FirstPlan) -> list[str]:
+    def _differences(self, stopped: RunState | None, first: FirstPlan) -> list[str]:
         """Return lines about what differs from the stopped run, or from the plan file."""
-        settings = [] if state is None else state.changes(self._plans.reported_settings())
+        settings = [] if stopped is None else stopped.changes(self._plans.reported_settings())
         if settings:
             texts = [*settings, *first.changes]
-            left = () if state is None else changed_linears(state.plan, self.plan)
+            left = () if stopped is None else changed_linears(stopped.plan, self.plan)
             if left and first.source is not PlanSource.CHECKPOINT:
                 options = dict.fromkeys(str(self.plan.linears[name]) for name in left)
                 texts.append(
                     f"{len(left)} of {len(self.plan.linears)} linears leave the checkpoint's plan "
                     f"and run {', '.join(options)}"
                 )
-            if first.is_outdated and not self._observations.suffice():
+            if first.is_outdated and not self._observations.suffice(self._state.observations):
                 texts.append("the next refresh plans with them")
             return [f"this run resumes with other settings: {'; '.join(texts)}"]
         changes = (*first.changes, *self._plans.recipe_changes())
@@ -426,94 +399,248 @@ class SnipController:
 
     # ---- an iteration, in order -----------------------------------------------------------------
 
-    def _note_state_before(self, iteration: int) -> bool:
-        """Keep the state before an iteration; return whether Megatron repeats the iteration.
+    def _state_before(self, iteration: int) -> tuple[RunState, bool]:
+        """All ranks: return the state before an iteration, and whether Megatron repeats it."""
+        if self._begun is not None and self._begun[0] == iteration:
+            self._loss = None  # that of the attempt that is repeated
+            state = self._begun[1]
+            self.model.apply(state.plan.linears)
+            return state, True
+        self._read_loss()
+        self._begun = iteration, self._state
+        return self._state, False
 
-        If it is repeated, the state noted before its first run stays.
-        """
-        if self._before is not None and self._before.iteration == iteration - 1:
-            return True
-        self._before = self._state_now(iteration - 1)
-        return False
+    def _read_loss(self) -> None:
+        """All ranks: add the loss of the last iteration that was not judged to the state."""
+        loss = self._loss
+        self._loss = None
+        guard = self._state.guard
+        if loss is not None and guard is not None:
+            self._state = replace(self._state, guard=guard.after_loss(loss.read()))
 
-    def _apply_due_plan(self, iteration: int, num_microbatches: int) -> None:
-        """All ranks: if the solver's plan is due, get it from rank 0 and apply it."""
-        if not self._solve.is_due(iteration):
-            return
-        with self._current.kept_on_error(iteration):
-            plan, waited_s = self._replanner.take_plan(iteration)
-            if self._schedule.plans_without_statistics:
-                plan = without_objective(plan)  # all quality losses of its problem were 0
-            if self._guard.refuses(plan):
-                raise PlanningError(f"the guard reverted {plan.label} before")
-            former = self.plan
-            # This is read first, because `change` starts the mean of the new plan.
-            mean_step_s = self._current.step_times.mean_s
-            saving_s = self._plans.saving_s(plan, num_microbatches)
-            try:
-                applied = self._current.change(iteration, plan, waited_s, saving_s)
-            except RemoteFailure:
-                self._replanner.plan_later(iteration)
-                raise
-            if applied.num_changed:
-                self._guard.plan_changed(fallback=former)
-            text = applied.summary
-            if saving_s is not None and mean_step_s is not None:
-                text += f", mean step before {1e3 * mean_step_s:.4g} ms"
-            self._reporter.log(f"iteration {iteration}: {text}")
+    def _with_due_plan(self, state: RunState, iteration: int, num_microbatches: int) -> RunState:
+        """All ranks: if the solver's plan is due, get it from rank 0 and let the linears run it."""
+        pending = state.solve
+        if pending is None or iteration < pending.apply_at:
+            return state
+        without = replace(state, solve=None)
+        try:
+            plan, waited_s = self._solver.plan_of(pending, state.plan)
+        except SnipError as failure:
+            self._keep_plan(state, iteration, failure)
+            return after_failed_plan(state, iteration, self.config.interval)
+        if self._schedule.plans_without_statistics:
+            plan = without_objective(plan)  # all quality losses of its problem were 0
+        if state.guard is not None and state.guard.refuses(plan):
+            refused = PlanningError(f"the guard reverted {plan.label} before")
+            self._keep_plan(state, iteration, refused)
+            return without
+        # This is read first, because `_under` starts the mean of the new plan.
+        mean_step_s = self._step_times.mean_s
+        saving_s = self._plans.saving_s(plan, num_microbatches)
+        try:
+            after, applied = self._under(without, iteration, plan, waited_s, saving_s)
+        except SnipError as failure:
+            self._keep_plan(state, iteration, failure)
+            return after_failed_plan(state, iteration, self.config.interval)
+        if applied.num_changed and state.guard is not None:
+            guard = state.guard.after_plan_change(state.plan, self.config.guard_sigmas)
+            after = replace(after, guard=guard)
+        text = applied.summary
+        if saving_s is not None and mean_step_s is not None:
+            text += f", mean step before {1e3 * mean_step_s:.4g} ms"
+        self._reporter.log(f"iteration {iteration}: {text}")
+        return after
 
-    def _begin_due_refresh(self, iteration: int) -> None:
+    def _with_due_refresh(self, state: RunState, iteration: int) -> RunState:
         """All ranks: begin a refresh that is due, or wait for the optimizer's moments."""
-        if not self._schedule.is_due(iteration, self._guard.state.refresh_at):
-            return
-        # The solver may still work on a plan: one for a new target, or that of a refresh that the
-        # guard asked for out of turn.
-        if self._solve.is_under_way:
-            self._schedule.leave_out(iteration)
-            return
+        wanted_at = None if state.guard is None else state.guard.refresh_at
+        schedule = state.schedule
+        since = self._schedule.due_since(schedule, state.iteration, iteration, wanted_at)
+        if since is None:
+            return state
+        if state.solve is not None:
+            # The solver still works on a plan: one for a new target, or that of a refresh that the
+            # guard asked for out of turn. This refresh is left out.
+            return replace(state, schedule=replace(schedule, due_since=None))
         if self._observations.may_begin():
-            self._schedule.begin(iteration)
-            return
-        if not self._schedule.is_waiting:
+            return replace(state, schedule=ScheduleState(refreshed=iteration))
+        if schedule.due_since is None:
             self._reporter.log(
                 f"iteration {iteration}: measuring waits until the optimizer has made "
                 f"{MIN_OPTIMIZER_STEPS} steps"
             )
-        self._schedule.wait(iteration)
+        return replace(state, schedule=replace(schedule, due_since=since))
 
-    def _take_guards_decision(self, iteration: int, outcome: Outcome) -> None:
+    def _with_plan_for_new_target(self, state: RunState, iteration: int) -> RunState:
+        """All ranks: if the target is about to change, plan anew from the measurements so far."""
+
+        def suffices() -> bool:
+            return self._observations.suffice(state.observations)
+
+        target = target_to_plan_for(state, iteration, self._plans, self._schedule, suffices)
+        if target is None:
+            return state
+        try:
+            problem = self._problem(state.observations, target, "planning anew")
+            return self._solving(state, iteration, problem)
+        except SnipError as failure:
+            self._keep_plan(state, iteration, failure)
+            return replace(state, target=target)  # this target is not tried again
+
+    def _measured(
+        self, state: RunState, iteration: int, step: TrainingStep
+    ) -> tuple[Outcome, Refresh]:
+        """All ranks: run a step that is measured; return how it ended and what was measured."""
+        observation = self._observations.begin(iteration)
+        if isinstance(observation, Refresh):  # it failed: the step runs all the same
+            return self._guard.run(iteration, step, state.plan, state.guard), observation
+        self._observations.observe_unfused(observation, iteration, step)
+        with self._observations.observing_step(observation):
+            outcome = self._guard.run(iteration, step, state.plan, state.guard)
+        return outcome, self._observations.end(observation, step, outcome)
+
+    def _after_step(self, state: RunState, iteration: int, outcome: Outcome) -> RunState:
         """All ranks: report a spike; if the guard chose the fallback, make it the current plan."""
         if outcome.message is not None:
             self._reporter.notify(iteration, "guard", outcome.message)
-        if outcome.fallback is None:
-            return
-        self._replanner.drop()  # a problem that may have been measured under the reverted plan
+        if outcome.fallback is None or outcome.guard is None:
+            return replace(state, guard=outcome.guard)
         # A plan's file is named by the plan's iteration. The copy gets the iteration of the revert,
         # so that it does not overwrite the file that the fallback already has.
         plan = outcome.fallback.model_copy(update={"iteration": iteration})
-        self._guard.reverted(self.plan, plan, iteration)
-        num_changed = len(changed_linears(self.plan, plan))
+        num_changed = len(changed_linears(state.plan, plan))
         text = (
-            f"reverted {self.plan.label}: {num_changed} of {len(plan.linears)} linears are as in "
+            f"reverted {state.plan.label}: {num_changed} of {len(plan.linears)} linears are as in "
             f"{outcome.fallback.label}"
         )
         self._reporter.notify(iteration, "reverted", text)
-        self._current.change(iteration, plan)
+        sigmas = self.config.guard_sigmas
+        guard = outcome.guard.after_revert(state.plan, plan, iteration, sigmas)
+        # A problem that is being solved may have been measured under the reverted plan.
+        after, _ = self._under(without_problem(state), iteration, plan)
+        return replace(after, guard=guard)
 
-    def _finish_refresh(self, iteration: int) -> None:
-        """All ranks: end a refresh if it was measured on every rank; submit its problem."""
-        with self._current.kept_on_error(iteration):
-            self._observations.complete()
+    def _after_refresh(self, state: RunState, iteration: int, refresh: Refresh) -> RunState:
+        """All ranks: add a refresh that was measured on every rank; plan from it."""
+        try:
+            mean = self._observations.mean_with(state.observations, refresh)
+            state = replace(state, observations=mean)
             target = self._plans.targets.at(iteration + self.config.lag)
-            make = partial(self._observations.measurement, target)
+            make = partial(self._observations.measurement, mean, target, refresh)
             measured = self._control.attempt("making a planning problem", make)
-            self._reporter.log(
-                f"iteration {iteration}: measured {len(self.model.all_linears)} linears in "
-                f"{measured.seconds:.2f} s"
-            )
-            self._reporter.write(Event(iteration, measured))
-            alert = self._alerts.report(measured.health)
-            if alert is not None:
-                self._reporter.notify(iteration, "health", alert)
-            if self._schedule.changes_plans:
-                self._replanner.submit(iteration, measured.problem)
+        except SnipError as failure:
+            self._keep_plan(state, iteration, failure)
+            return state
+        self._reporter.log(
+            f"iteration {iteration}: measured {len(self.model.all_linears)} linears in "
+            f"{measured.seconds:.2f} s"
+        )
+        self._reporter.write(Event(iteration, measured))
+        alert, alerts = new_alerts(self.config.alerts, measured.health, state.alerts)
+        if alert is not None:
+            self._reporter.notify(iteration, "health", alert)
+        state = replace(state, alerts=alerts)
+        if not self._schedule.changes_plans:
+            return state
+        return self._solving(state, iteration, measured.problem)
+
+    # ---- the steps of these ---------------------------------------------------------------------
+
+    def _problem(self, mean: StatisticsTable | None, target: float, what: str) -> PlanningProblem:
+        """All ranks: return the problem of earlier measurements, or of a policy without any.
+
+        Raises:
+            SnipError: on every rank, if one cannot make it.
+        """
+
+        def make() -> PlanningProblem:
+            if mean is None or self._schedule.plans_without_statistics:
+                return self._plans.problem_without_measurements(target)
+            return self._observations.measurement(mean, target).problem
+
+        return self._plans.fitting.problem(self._control.attempt(what, make))
+
+    def _solving(
+        self,
+        state: RunState,
+        iteration: int,
+        problem: PlanningProblem,
+        apply_at: int | None = None,
+    ) -> RunState:
+        """All ranks: give a problem to the solver; return the state in which it is solved."""
+        state = with_problem(state, iteration, problem, self._plans, apply_at)
+        assert state.solve is not None
+        self._solver.begin(state.solve, state.plan)
+        return state
+
+    def _under(
+        self,
+        state: RunState,
+        iteration: int,
+        plan: PrecisionPlan,
+        waited_s: float = 0.0,
+        saving_s: float | None = None,
+    ) -> tuple[RunState, PlanApplied]:
+        """All ranks: let the linears run a plan; return the state under it, and what was reported.
+
+        Args:
+            state: the state under the plan before.
+            iteration: the first iteration under the plan.
+            plan: the plan.
+            waited_s: seconds that training waited for it.
+            saving_s: seconds that it saves in each step against BF16; None if not known.
+
+        Raises:
+            RemoteFailure: on every rank, if a linear of one rank refuses. Then all linears run as
+                before.
+        """
+        try:
+            self._control.attempt("applying the plan", lambda: self.model.apply(plan.linears))
+        except RemoteFailure:
+            self.model.apply(state.plan.linears)
+            raise
+        num_changed = len(changed_linears(state.plan, plan))
+        applied = self._report_plan(
+            iteration, plan, num_changed, waited_s=waited_s, saving_s=saving_s
+        )
+        history = (*state.history, (iteration, plan.digest))
+        return replace(state, plan=plan, history=history), applied
+
+    def _report_plan(
+        self,
+        iteration: int,
+        plan: PrecisionPlan,
+        num_changed: int,
+        *,
+        is_resumed: bool = False,
+        waited_s: float = 0.0,
+        saving_s: float | None = None,
+    ) -> PlanApplied:
+        """All ranks: report a plan, and what every linear runs under it.
+
+        Args:
+            iteration: the first iteration under the plan.
+            plan: the plan, which the linears run.
+            num_changed: how many linears run another option than before.
+            is_resumed: whether a stopped run had the same plan.
+            waited_s: as in `_under`.
+            saving_s: as in `_under`.
+        """
+        applied = PlanApplied(
+            plan,
+            format_shares(plan.linears, self._plans.stage_and_flops),
+            num_changed,
+            waited_s=waited_s,
+            resumed=is_resumed,
+            resolved=self.model.resolved(plan, iteration, self._plans.available.fixed),
+            saving_s=saving_s,
+        )
+        self._reporter.write(Event(iteration, applied))
+        self._step_times.start_plan()
+        return applied
+
+    def _keep_plan(self, state: RunState, iteration: int, failure: SnipError) -> None:
+        """Report a failure, which all ranks have, after which the plan stays."""
+        text = f"keeping {state.plan.label}: {failure}"
+        self._reporter.notify(iteration, "refresh_failed", text)

@@ -11,7 +11,7 @@ evaluation runs what the job itself runs.
 import logging
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -26,7 +26,6 @@ from megatron_snip.log import log_failure
 from megatron_snip.options import Option
 from megatron_snip.planning.plan import PrecisionPlan
 from megatron_snip.reporting.events import Reporter
-from megatron_snip.run.observation import Observations
 from megatron_snip.run.step import (
     ForwardBackward,
     Results,
@@ -54,7 +53,7 @@ class Evaluations:
         precision: str,
         model: PlannedModel,
         reporter: Reporter,
-        observations: Observations,
+        predicted: Callable[[PrecisionPlan], float | None],
         iteration: int,
     ) -> None:
         """Start without evaluations.
@@ -63,7 +62,7 @@ class Evaluations:
             precision: `--snip-eval-precision`.
             model: the planned linears.
             reporter: what logs the cost of a plan.
-            observations: what predicts the cost of a plan.
+            predicted: returns the loss divergence of a plan, or None without measurements.
             iteration: the last iteration that is done.
         """
         self.precision = precision
@@ -71,7 +70,7 @@ class Evaluations:
         self.iteration_is_open = False
         self._model = model
         self._reporter = reporter
-        self._observations = observations
+        self._predicted = predicted
         self._counts: Counter[str] = Counter()  # by name, since the last iteration began
         self._metrics: dict[str, float | None] = {}
 
@@ -157,7 +156,7 @@ class Evaluations:
         if found is None:
             return
         increase, error = found
-        predicted = self._observations.loss_divergence(plan)
+        predicted = self._predicted(plan)
         # The validation of an iteration is the usual one; its metrics have no name of their own.
         is_usual = name == "validation"
         prefix = "eval/" if is_usual else f"eval/{name}_"

@@ -51,7 +51,7 @@ MAX_REFUSED = 16
 
 
 class GuardState(Record):
-    """What a checkpoint keeps of the guard.
+    """What the guard knows; a record that its methods return changed.
 
     Attributes:
         loss: the losses so far, and what the current plan is judged by.
@@ -74,6 +74,58 @@ class GuardState(Record):
     num_reverted: int = 0
     refresh_at: int | None = None
 
+    @property
+    def is_judging(self) -> bool:
+        """Whether the current plan is being judged."""
+        return self.loss.watch is not None
+
+    def refuses(self, plan: PrecisionPlan) -> bool:
+        """Return whether a plan is among the last MAX_REFUSED that were reverted."""
+        return plan.digest in self.refused
+
+    def after_plan_change(self, fallback: PrecisionPlan | None, sigmas: float) -> "GuardState":
+        """Return the state that judges a new plan from the coming iteration on.
+
+        Args:
+            fallback: the plan to fall back to, usually the one before the change. It is not used if
+                the change comes during a series of spikes: then `first_fallback` stays as it was.
+                None: there is no earlier plan.
+            sigmas: smallest jump of the loss that counts (`--snip-guard-sigmas`).
+        """
+        watch = self.loss.watch
+        is_in_series = watch is not None and watch.num_spikes > 0
+        if is_in_series:
+            fallback = self.first_fallback
+        loss = self.loss.after_plan_change(sigmas)
+        return self.model_copy(update={"first_fallback": fallback, "loss": loss})
+
+    def after_revert(
+        self, plan: PrecisionPlan, fallback: PrecisionPlan, iteration: int, sigmas: float
+    ) -> "GuardState":
+        """Return the state after `fallback` replaced `plan` in `iteration`."""
+        num_reverted = self.num_reverted + 1
+        return GuardState(
+            loss=self.loss.after_plan_change(sigmas),
+            first_fallback=fallback,
+            refused=(*self.refused, plan.digest)[-MAX_REFUSED:],
+            num_reverted=num_reverted,
+            # One refresh at once. If its plan is reverted too, the next refresh waits for its turn.
+            refresh_at=iteration + 1 if num_reverted == 1 else None,
+        )
+
+    def after_loss(self, loss: float | None) -> "GuardState":
+        """Return the state after an iteration's loss; the current plan may be judged good by it."""
+        if loss is None:
+            return self
+        after = self.model_copy(update={"loss": self.loss.add(loss)})
+        if self.is_judging and not after.is_judging:
+            return after.model_copy(update={"num_reverted": 0})
+        return after
+
+    def without_watch(self) -> "GuardState":
+        """Return the state that judges nothing until the next plan change."""
+        return self.model_copy(update={"loss": LossMonitor(recent=self.loss.recent)})
+
 
 @dataclass(frozen=True)
 class Outcome:
@@ -81,123 +133,71 @@ class Outcome:
 
     Attributes:
         results: what Megatron's function returned in the attempt that counts.
+        guard: what the guard knows now; None if it is off.
         num_runs: how often it ran; more than once only after a spike.
         was_judged: whether the plan was judged by this iteration's loss.
         fallback: the plan to continue with, or None to keep the current one.
         message: what happened, one line; None without a spike.
+        loss: the loss of an iteration that was not judged, on its way from the device; else None.
     """
 
     results: Results
+    guard: GuardState | None
     num_runs: int = 1
     was_judged: bool = False
     fallback: PrecisionPlan | None = None
     message: str | None = None
+    loss: StepLoss | None = None
 
 
 class Guard:
-    """Runs the iterations and judges the plans; all ranks call every method together.
-
-    Attributes:
-        is_on: whether it judges plans; else it only runs the iterations.
-        state: what a checkpoint keeps; the same on all ranks.
-    """
+    """Runs the iterations and judges the plans; all ranks call `run` together."""
 
     def __init__(
         self,
-        sigmas: float | None,
         model: PlannedModel,
         optimizer: Any,
         job_fallback: Callable[[PrecisionPlan, int], PrecisionPlan],
     ) -> None:
-        """Start without losses.
+        """Make a guard of a model.
 
         Args:
-            sigmas: smallest jump of the loss that counts, in standard deviations of its noise
-                (`--snip-guard-sigmas`). A rise below 20 % of the loss never counts. None judges
-                nothing.
             model: the planned linears.
             optimizer: Megatron's, whose gradients are zeroed before a second run.
             job_fallback: given the current plan and the iteration, returns what the job itself
-                runs, with the pins. That is the fallback if `state.first_fallback` is None or the
-                current plan.
+                runs, with the pins. That is the fallback if `first_fallback` is None or the current
+                plan.
         """
-        self.is_on = sigmas is not None
-        self.state = GuardState()
-        self._sigmas = 0.0 if sigmas is None else sigmas
         self._model = model
         self._topology = model.runtime.topology
         self._optimizer = optimizer
         self._job_fallback = job_fallback
-        self._pending_loss: StepLoss | None = None
-        # The iteration that ran last, and the state before it.
-        self._before: tuple[int, GuardState] | None = None
 
-    @property
-    def is_judging(self) -> bool:
-        """Whether the current plan is being judged."""
-        return self.state.loss.watch is not None
-
-    def refuses(self, plan: PrecisionPlan) -> bool:
-        """Return whether a plan is among the last MAX_REFUSED that were reverted."""
-        return plan.digest in self.state.refused
-
-    def plan_changed(self, *, fallback: PrecisionPlan | None) -> None:
-        """Judge a new plan from the coming iteration on.
-
-        Args:
-            fallback: the plan to fall back to, usually the one before the change. It is not used if
-                the change comes during a series of spikes: then `first_fallback` stays as it was.
-                None: there is no earlier plan.
-        """
-        if not self.is_on:
-            return
-        watch = self.state.loss.watch
-        is_in_series = watch is not None and watch.num_spikes > 0
-        if is_in_series:
-            fallback = self.state.first_fallback
-        loss = self.state.loss.after_plan_change(self._sigmas)
-        self.state = self.state.model_copy(update={"first_fallback": fallback, "loss": loss})
-
-    def begin(self, iteration: int) -> None:
-        """Make ready for an iteration, before `is_judging` is read.
-
-        If Megatron repeats the iteration that ran last, the former attempt is forgotten, unless it
-        reverted the plan.
-        """
-        if self._before is not None and self._before[0] == iteration:
-            self._pending_loss = None
-            self.state = self._before[1]
-        self.read_loss()
-
-    def read_loss(self) -> None:
-        """Add the loss of the last iteration that was not judged; its sum is under way."""
-        pending = self._pending_loss
-        self._pending_loss = None
-        if pending is not None:
-            self._add(pending.read())
-
-    def run(self, iteration: int, step: TrainingStep, plan: PrecisionPlan) -> Outcome:
+    def run(
+        self, iteration: int, step: TrainingStep, plan: PrecisionPlan, guard: GuardState | None
+    ) -> Outcome:
         """Run an iteration's forward-backward under the current plan, again if need be.
 
         Args:
-            iteration: the iteration that runs; `begin` was called for it.
+            iteration: the iteration that runs.
             step: the iteration's forward-backward call.
             plan: the current plan, which is applied.
+            guard: what the guard knows; None runs the iteration only.
         """
-        self._before = iteration, self.state
-        if self.is_judging:
-            return self._run_judged(iteration, step, plan)
+        if guard is not None and guard.is_judging:
+            return self._run_judged(iteration, step, plan, guard)
         results = self._run(iteration, step)
-        if self.is_on:
-            self._pending_loss = StepLoss(results, self._topology)
-        return Outcome(results)
+        loss = None if guard is None else StepLoss(results, self._topology)
+        return Outcome(results, guard, loss=loss)
 
     def _run(self, iteration: int, step: TrainingStep) -> Results:
         """Run the forward-backward under the plan that is applied."""
         with self._model.runtime.training_pass(iteration):
             return step.run()
 
-    def _run_judged(self, iteration: int, step: TrainingStep, plan: PrecisionPlan) -> Outcome:
+    def _run_judged(
+        self, iteration: int, step: TrainingStep, plan: PrecisionPlan, guard: GuardState
+    ) -> Outcome:
         """Run an iteration and judge its loss; after a spike run it again under the fallback."""
         snapshot = TrainingStateSnapshot(step.chunks)
 
@@ -211,22 +211,21 @@ class Guard:
         with tolerating_non_finite():
             results = self._run(iteration, step)
         loss = self._measure_loss(results, step)
-        if loss is None or not self.state.loss.is_spike(loss):
-            self._add(loss)
-            return Outcome(results, was_judged=True)
+        if loss is None or not guard.loss.is_spike(loss):
+            return Outcome(results, guard.after_loss(loss), was_judged=True)
 
         text = f"loss {loss:.4g} under {plan.label}"
-        fallback = self._fallback(plan, iteration)
+        fallback = self._fallback(plan, iteration, guard)
         if fallback is None:
             num_runs = 1
             if not math.isfinite(loss):
                 # Megatron's own checks did not see the NaN (`tolerating_non_finite`). Now they do.
                 results = run_again(plan)
                 num_runs = 2
-            no_watch = LossMonitor(recent=self.state.loss.recent)
-            self.state = self.state.model_copy(update={"loss": no_watch})
             message = f"{text}; no other plan to fall back to"
-            return Outcome(results, num_runs, was_judged=True, message=message)
+            return Outcome(
+                results, guard.without_watch(), num_runs, was_judged=True, message=message
+            )
 
         # A NaN of the fallback must not end the job if the plan's loss was finite: the plan runs
         # again below. If both are NaN, Megatron's own checks must see it.
@@ -236,8 +235,10 @@ class Guard:
         measured = self._measure_loss(results, step)
         fallback_loss = math.nan if measured is None else measured
         text += f", {fallback_loss:.4g} under {fallback.label}"
-        if self.state.loss.blames_plan(loss, fallback_loss):
-            return Outcome(results, num_runs=2, was_judged=True, fallback=fallback, message=text)
+        if guard.loss.blames_plan(loss, fallback_loss):
+            return Outcome(
+                results, guard, num_runs=2, was_judged=True, fallback=fallback, message=text
+            )
 
         # The plan stays. The gradients are those of the fallback's run. This one update uses them,
         # which saves a third run. Only if they are not finite, and the plan's were, the plan runs
@@ -246,39 +247,18 @@ class Guard:
         if math.isfinite(loss) and not math.isfinite(fallback_loss):
             results = run_again(plan)
             num_runs = 3
-        self._add(loss)
         self._model.apply(plan.linears)
         message = f"{text}; keeping the plan"
-        return Outcome(results, num_runs, was_judged=True, message=message)
+        return Outcome(results, guard.after_loss(loss), num_runs, was_judged=True, message=message)
 
-    def _fallback(self, plan: PrecisionPlan, iteration: int) -> PrecisionPlan | None:
+    def _fallback(
+        self, plan: PrecisionPlan, iteration: int, guard: GuardState
+    ) -> PrecisionPlan | None:
         """Return what replaces the current plan after a spike; None if nothing else is left."""
-        for other in (self.state.first_fallback, self._job_fallback(plan, iteration)):
+        for other in (guard.first_fallback, self._job_fallback(plan, iteration)):
             if other is not None and other.digest != plan.digest:
                 return other
         return None
-
-    def reverted(self, plan: PrecisionPlan, fallback: PrecisionPlan, iteration: int) -> None:
-        """Record that `fallback` replaced `plan` in `iteration`."""
-        num_reverted = self.state.num_reverted + 1
-        self._before = None  # a repeated iteration runs under the fallback
-        self.state = GuardState(
-            loss=self.state.loss.after_plan_change(self._sigmas),
-            first_fallback=fallback,
-            refused=(*self.state.refused, plan.digest)[-MAX_REFUSED:],
-            num_reverted=num_reverted,
-            # One refresh at once. If its plan is reverted too, the next refresh waits for its turn.
-            refresh_at=iteration + 1 if num_reverted == 1 else None,
-        )
-
-    def state_dict(self) -> GuardState | None:
-        """Return what a checkpoint keeps; None if the guard is off."""
-        return self.state if self.is_on else None
-
-    def load_state_dict(self, state: GuardState | None) -> None:
-        """Continue to judge a stopped run's plan; None starts without losses."""
-        if self.is_on and state is not None:
-            self.state = state
 
     def _measure_loss(self, results: Results, step: TrainingStep) -> float | None:
         """All ranks: read the loss of a run.
@@ -288,13 +268,3 @@ class Guard:
         """
         loss = StepLoss(results, self._topology)
         return loss.read_judged(gradients_are_finite(step.chunks))
-
-    def _add(self, loss: float | None) -> None:
-        """Add an iteration's loss; the current plan may be judged good by it."""
-        if loss is None:
-            return
-        was_judging = self.is_judging
-        self.state = self.state.model_copy(update={"loss": self.state.loss.add(loss)})
-        is_judged_good = was_judging and not self.is_judging
-        if is_judged_good:
-            self.state = self.state.model_copy(update={"num_reverted": 0})

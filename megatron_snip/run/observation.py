@@ -4,7 +4,7 @@ begin          the sensitivities of the linears' weights are gathered
 observing_step their forward and backward are observed while the iteration runs; with fused MLPs in
                an additional, unfused run before it (`observe_unfused`)
 end            all-reduces over ranks
-complete       adds what was measured to the running mean of the statistics
+mean_with      the running mean of the statistics, with what was measured
 measurement    statistics -> divergences -> planning problem
 """
 
@@ -82,33 +82,36 @@ class Observation:
 
 
 @dataclass(frozen=True)
-class _Refresh:
-    """What a refresh has measured.
+class Refresh:
+    """What a measured iteration gave.
 
     Attributes:
         table: its statistics, or None if it failed.
-        health: of the measured iteration.
+        health: of the iteration.
         seconds: that measuring added (`StepObserver.seconds`).
-        failure: why it could not be measured, or None.
+        failure: why it could not be measured; "" if it was.
     """
 
     table: StatisticsTable | None = None
     health: HealthTable = field(default_factory=lambda: HealthTable(0, ()))
     seconds: float = 0.0
-    failure: str | None = None
+    failure: str = ""
+
+
+NOT_MEASURED = Refresh(failure="nothing was measured")
+"""Of a problem that is made from earlier measurements."""
 
 
 class Observations:
-    """The measurements of a run; all ranks call every method together.
+    """How a run measures; all ranks call every method together.
 
-    Attributes:
-        mean: the running mean of the statistics, or None before the first complete refresh.
+    What was measured so far (`mean`, the running mean of the statistics) is the caller's.
     """
 
     def __init__(
         self, config: SnipConfig, model: PlannedModel, available: AvailableOptions, optimizer: Any
     ) -> None:
-        """Start with nothing measured.
+        """Prepare to measure.
 
         Args:
             config: the settings.
@@ -124,11 +127,6 @@ class Observations:
         self._optimizer = optimizer
         self._topology = model.runtime.topology
         self._dispatch = ExpertDispatch(model.chunks, self._topology)
-        self.mean: StatisticsTable | None = None
-        self._refresh = _Refresh()
-        # Megatron may repeat an iteration. Its last run counts, on top of the mean before it.
-        self._measured_iteration: int | None = None
-        self._mean_before: StatisticsTable | None = None
 
     def may_begin(self) -> bool:
         """All ranks: whether AdamW's moments have seen enough steps on every rank."""
@@ -140,21 +138,15 @@ class Observations:
         is_young = steps is not None and steps < MIN_OPTIMIZER_STEPS
         return not self._topology.control.any(is_young)
 
-    def begin(self, iteration: int) -> Observation | None:
+    def begin(self, iteration: int) -> Observation | Refresh:
         """All ranks: prepare to measure the linears while an iteration runs.
-
-        If Megatron repeats the iteration that was measured last, the new run counts.
 
         Args:
             iteration: the iteration that is about to run.
 
         Returns:
-            None if a rank fails; then `complete` raises.
+            A refresh that failed, on every rank, if a rank fails.
         """
-        if iteration == self._measured_iteration:
-            self.mean = self._mean_before
-        self._measured_iteration = iteration
-        self._mean_before = self.mean
         weights = self._model.weights()
         try:
             # Under `python -m megatron_snip --cpu` every call of torch is inspected, to redirect
@@ -162,8 +154,7 @@ class Observations:
             with torch._C.DisableTorchFunction():
                 sensitivities = gather_sensitivities(weights, self._optimizer, self._topology)
         except RemoteFailure as failure:
-            self._refresh = _Refresh(failure=str(failure))
-            return None
+            return Refresh(failure=str(failure))
         formats = self._model.measured_formats(self._formats)
         settings = MeasureSettings(formats, iteration, self._model.runtime.seed)
         rows_by_sender = self._dispatch.rows_by_sender
@@ -171,9 +162,7 @@ class Observations:
         runtime = self._model.runtime
         return Observation(observer, weights, sensitivities, runtime, self._dispatch)
 
-    def observe_unfused(
-        self, observation: Observation | None, iteration: int, step: TrainingStep
-    ) -> None:
+    def observe_unfused(self, observation: Observation, iteration: int, step: TrainingStep) -> None:
         """All ranks: observe an unfused forward-backward, where MLPs run fused operations.
 
         Fused MLPs do not call their linears, so the step itself cannot be observed. What the
@@ -181,11 +170,11 @@ class Observations:
         observes the step.
 
         Args:
-            observation: what `begin` returned; None observes nothing.
+            observation: what `begin` returned.
             iteration: the iteration that is about to run.
             step: its forward-backward call.
         """
-        if observation is None or not self._model.has_fused_mlps:
+        if not self._model.has_fused_mlps:
             return
         begin = time.perf_counter()
         before = TrainingStateSnapshot(step.chunks)
@@ -197,18 +186,18 @@ class Observations:
         prepare_next_pass(step.chunks, self._optimizer)
         observation.observer.seconds = time.perf_counter() - begin
 
-    def observing_step(self, observation: Observation | None) -> AbstractContextManager[None]:
+    def observing_step(self, observation: Observation) -> AbstractContextManager[None]:
         """All ranks: return the context in which a step runs, and is observed if that is possible.
 
         Args:
-            observation: what `begin` returned; None observes nothing.
+            observation: what `begin` returned.
         """
-        if observation is None or self._model.has_fused_mlps:
+        if self._model.has_fused_mlps:
             return nullcontext()
         return observation.observing()
 
-    def end(self, observation: Observation | None, step: TrainingStep, outcome: Outcome) -> None:
-        """All ranks: add up what was observed while a step ran.
+    def end(self, observation: Observation, step: TrainingStep, outcome: Outcome) -> Refresh:
+        """All ranks: return what was observed while a step ran, added up over ranks.
 
         Args:
             observation: what `begin` returned.
@@ -216,8 +205,6 @@ class Observations:
             outcome: how the step ended. What was measured is dropped if the guard ran the step
                 again: the observer may have added up several runs.
         """
-        if observation is None:
-            return
         loss = StepLoss(outcome.results, self._topology).read()
         loss_scale = step.loss_scale()
         grad_scale = step.grad_scale(self._topology, loss_scale)
@@ -234,67 +221,69 @@ class Observations:
         try:
             table, health = observation.observer.table(linears, grad_scale, loss, norms)
         except RemoteFailure as failure:
-            self._refresh = _Refresh(failure=str(failure))
-            return
+            return Refresh(failure=str(failure))
         # `table` comes first: if measuring failed as well, that is the reason to report.
         if outcome.num_runs > 1:
-            self._refresh = _Refresh(failure="the guard ran this iteration again")
-            return
-        self._refresh = _Refresh(table, health, observation.observer.seconds)
+            return Refresh(failure="the guard ran this iteration again")
+        return Refresh(table, health, observation.observer.seconds)
 
-    def complete(self) -> None:
-        """Add what the refresh measured to `mean`; the same on all ranks.
+    def mean_with(self, mean: StatisticsTable | None, refresh: Refresh) -> StatisticsTable:
+        """Return the running mean with a refresh; the same on all ranks.
+
+        Args:
+            mean: the running mean so far; None before the first refresh.
+            refresh: what a measured iteration gave.
 
         Raises:
-            PlanningError: with the reason, if it was not measured. Then nothing is added.
+            PlanningError: with the reason, if it was not measured.
         """
-        measured = self._refresh
-        if measured.table is None:
-            raise PlanningError(measured.failure or "nothing was measured")
-        self.mean = running_mean(self.mean, measured.table, self._config.stat_decay)
+        if refresh.table is None:
+            raise PlanningError(refresh.failure)
+        return running_mean(mean, refresh.table, self._config.stat_decay)
 
-    def suffice(self) -> bool:
+    def suffice(self, mean: StatisticsTable | None) -> bool:
         """Whether the linears were measured in every format of the options: enough for a plan.
 
         Linears that no measurement reached may lack them: frozen first layers, and experts that got
         no tokens.
         """
-        if self.mean is None:
+        if mean is None:
             return False
-        names = {linear.name for linear in self.mean.linears}
+        names = {linear.name for linear in mean.linears}
         if names != {linear.name for linear in self._model.all_linears}:
             return False
         needed = {name for option in self._available.options for name in option.formats} - {"bf16"}
-        measured = [set(row.formats) for row in self.mean.linears if row.microbatches]
+        measured = [set(row.formats) for row in mean.linears if row.microbatches]
         return bool(measured) and all(needed <= formats for formats in measured)
 
-    def measurement(self, target: float) -> Measurement:
-        """Return what the measurements so far amount to: divergences, health, a planning problem.
+    def measurement(
+        self, mean: StatisticsTable, target: float, refresh: Refresh = NOT_MEASURED
+    ) -> Measurement:
+        """Return what measurements amount to: divergences, health, a planning problem.
 
         Args:
+            mean: the running mean of the statistics.
             target: the efficiency target of the problem.
-
-        A refresh must have been completed (`complete`), in this run or the stopped one.
+            refresh: the measured iteration that ended now; else health is empty.
         """
-        divergences = self._divergences(warn=self._topology.rank == 0)
+        divergences = self._divergences(mean, warn=self._topology.rank == 0)
         problem = self._available.restrict(planning_problem(divergences, target))
-        return Measurement(divergences, problem, self._refresh.seconds, self._refresh.health)
+        return Measurement(divergences, problem, refresh.seconds, refresh.health)
 
-    def loss_divergence(self, plan: PrecisionPlan) -> float | None:
+    def loss_divergence(self, mean: StatisticsTable | None, plan: PrecisionPlan) -> float | None:
         """Return a plan's loss divergence by the measurements so far; None without any."""
-        if self.mean is None:
+        if mean is None:
             return None
-        return self._divergences(warn=False).loss_divergence(plan.linears)
+        return self._divergences(mean, warn=False).loss_divergence(plan.linears)
 
-    def _divergences(self, warn: bool) -> DivergenceTable:
-        assert self.mean is not None, "something was measured"
+    def _divergences(self, mean: StatisticsTable, warn: bool) -> DivergenceTable:
         # `_formats` has only formats that some linear can run. So `lowest` may be another format
         # than `config.lowest_format`, but both have the same number of bits: `available_options`
         # refuses a run in which no linear can run a format of that many bits.
         lowest = lowest_precision(self._formats).name
         available = self._available
         return divergence_table(
-            self.mean,
+            mean,
             available.options,
             lowest,
             self._config,
@@ -303,12 +292,3 @@ class Observations:
             warn,
             available.job.options,
         )
-
-    def state_dict(self) -> StatisticsTable | None:
-        """Return what a checkpoint keeps: the running mean."""
-        return self.mean
-
-    def load_state_dict(self, state: StatisticsTable | None) -> None:
-        """Continue with the measurements of a stopped run."""
-        self.mean = state
-        self._measured_iteration = None

@@ -44,7 +44,7 @@ from megatron_snip.run.feasibility import (
 from megatron_snip.run.fitting import Fitting, describe
 from megatron_snip.run.plan_file import check_plan_file, recipe_changes
 from megatron_snip.run.solve import plan_from_rank_0
-from megatron_snip.run.state import ControllerState, changed_plan_settings, reported_settings
+from megatron_snip.run.state import RunState, changed_plan_settings, reported_settings
 
 
 class PlanSource(Enum):
@@ -141,7 +141,7 @@ class RunPlans:
 
     # ---- the first plan -------------------------------------------------------------------------
 
-    def first_plan(self, state: ControllerState | None, seed: int, num_done: int = 0) -> FirstPlan:
+    def first_plan(self, state: RunState | None, seed: int, num_done: int = 0) -> FirstPlan:
         """All ranks: return the plan that the run starts with, or resumes with.
 
         Args:
@@ -195,7 +195,7 @@ class RunPlans:
         changes = tuple(describe(replaced, len(self.stage_and_flops)))
         return FirstPlan(plan, source, changes, changed - {"plan_file"})
 
-    def _source(self, state: ControllerState | None, changed: frozenset[str]) -> PlanSource:
+    def _source(self, state: RunState | None, changed: frozenset[str]) -> PlanSource:
         """Return where the first plan comes from: the first rule of the module's list that applies.
 
         Args:

@@ -43,74 +43,63 @@ class PendingProblem:
     problem: Annotated[PlanningProblem, OwnSchema()]
 
 
-class Solve:
-    """The problem that rank 0's solver works on, if there is one."""
+class Solver:
+    """A problem in, a plan out: a function of all ranks that rank 0's process computes.
+
+    The last answer is kept. So a problem may be asked again, as when Megatron repeats an iteration,
+    and a plan is made once.
+    """
 
     def __init__(
-        self, settings: PlanSettings, control: Control, solver: SolverProcess | None
+        self, settings: PlanSettings, control: Control, process: SolverProcess | None
     ) -> None:
-        """Start with nothing to solve; `solver` is None on ranks other than 0."""
-        self._pending: PendingProblem | None = None
+        """Start with nothing to solve; `process` is None on ranks other than 0."""
         self._settings = settings
         self._control = control
-        self._solver = solver
-        self._submit_error: Exception | None = None
+        self._process = process
+        # On rank 0: the last question, and its answer once `plan_of` has waited for it.
+        self._question: tuple[PendingProblem, str] | None = None
+        self._answer: PrecisionPlan | Exception | None = None
 
-    @property
-    def is_under_way(self) -> bool:
-        """Whether a plan is still to come."""
-        return self._pending is not None
+    def begin(self, pending: PendingProblem, plan: PrecisionPlan) -> None:
+        """Start to solve a problem on rank 0, and return at once; `plan` is the current one.
 
-    def submit(self, pending: PendingProblem, plan: PrecisionPlan) -> None:
-        """Start to solve a problem on rank 0; `plan` is the current one."""
-        self._pending = pending
-        self._submit_error = None
-        if self._solver is None:
+        A problem that was asked last is not solved again.
+        """
+        question = (pending, plan.digest)
+        if self._process is None or question == self._question:
             return
+        self._question = question
+        self._answer = None
         try:
-            self._solver.submit(pending.problem, self._settings, plan, pending.iteration)
+            self._process.submit(pending.problem, self._settings, plan, pending.iteration)
         except Exception as error:  # all ranks get it when the plan is due
             log_failure(logger, "giving a problem to the solver", error)
-            self._submit_error = error
+            self._answer = error
 
-    def is_due(self, iteration: int) -> bool:
-        """Return whether the plan must be applied before an iteration."""
-        return self._pending is not None and iteration >= self._pending.apply_at
+    def plan_of(self, pending: PendingProblem, plan: PrecisionPlan) -> tuple[PrecisionPlan, float]:
+        """All ranks: return rank 0's plan for a problem, and the seconds that training waited.
 
-    def take_plan(self) -> tuple[PrecisionPlan, float]:
-        """Broadcast rank 0's plan; return it and the seconds that training waited for it.
+        Args:
+            pending: the problem; `begin` was called with it, or is called now.
+            plan: the current plan.
 
         Raises:
             PlanningError: the same on every rank, if there is no plan.
         """
-        assert self._pending is not None
-        pending = self._pending
-        self._pending = None
         begin = time.perf_counter()
+        self.begin(pending, plan)
         try:
-            plan = plan_from_rank_0(lambda: self._solved(pending.problem), self._control)
+            found = plan_from_rank_0(lambda: self._solved(pending.problem), self._control)
         except SnipError as error:
             why = f"no plan for the problem of iteration {pending.iteration}: {error}"
             raise PlanningError(why) from None
-        return plan, time.perf_counter() - begin
-
-    def drop(self) -> None:
-        """Forget the problem: its plan will not be applied."""
-        self._pending = None
+        return found, time.perf_counter() - begin
 
     def close(self) -> None:
         """End the solver's process."""
-        if self._solver is not None:
-            self._solver.close()
-
-    def state_dict(self) -> PendingProblem | None:
-        """Return what a checkpoint keeps: the problem, which a resumed run solves again."""
-        return self._pending
-
-    def load_state_dict(self, state: PendingProblem | None, plan: PrecisionPlan) -> None:
-        """Start to solve a stopped run's problem again; `plan` is the current one."""
-        if state is not None:
-            self.submit(state, plan)
+        if self._process is not None:
+            self._process.close()
 
     def _solved(self, problem: PlanningProblem) -> PrecisionPlan:
         """Rank 0: wait for the solver's plan, and check it against all that it must obey.
@@ -118,14 +107,22 @@ class Solve:
         Raises:
             PlanningError: if it is wrong; then the next problem gets a new solver process.
         """
-        if self._submit_error is not None:
-            raise self._submit_error
-        assert self._solver is not None, "rank 0 has the solver"
-        plan = self._solver.result(self._settings.time_limit_s + SOLVER_GRACE_S)
+        if self._answer is None:
+            try:
+                self._answer = self._checked(problem)
+            except Exception as error:  # the answer to the same question is the same
+                self._answer = error
+        if isinstance(self._answer, Exception):
+            raise self._answer
+        return self._answer
+
+    def _checked(self, problem: PlanningProblem) -> PrecisionPlan:
+        assert self._process is not None, "rank 0 has the solver"
+        plan = self._process.result(self._settings.time_limit_s + SOLVER_GRACE_S)
         policy = get_policy(self._settings.policy, problem)
         faults = find_violations(plan, problem, self._settings, policy.heeds_target)
         if faults:
-            self._solver.replace()
+            self._process.replace()
             more = f" (and {len(faults) - 1} more faults)" if len(faults) > 1 else ""
             raise PlanningError(f"the solver's plan is wrong: {faults[0]}{more}")
         return plan

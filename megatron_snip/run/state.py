@@ -1,22 +1,24 @@
-"""ControllerState: what a checkpoint keeps of SNIP, so that a resumed run continues exactly.
+"""RunState: a run between two iterations, as one value; all that a checkpoint keeps of SNIP.
+
+An iteration takes the state before it and returns the next one (controller.py). Nothing else holds
+what a run knows, but for what is on devices: histories of delayed scaling, snapshots of a step, the
+loss of an iteration on its way to the host.
 
 Plain built-in types both ways (`to_dict`, `from_dict`): the dict travels inside Megatron's
-checkpoints, which are read with `weights_only=True`. Schema version 3 has an entry for each part of
-the controller that has a state (docs/life-of-a-plan.md):
+checkpoints, which are read with `weights_only=True`. Schema version 3:
 
     {"version": 3, "iteration": int, "run_id": str, "settings": {name: text},
      "plan": {a plan file's object}, "history": [[iteration, digest], ...],
-     "target": null | number,
+     "target": null | number, "failed": null | {"target": number, "again_at": int},
      "schedule": {"refreshed": int | null, "due_since": int | null},
      "solve": null | {"iteration": int, "apply_at": int, "problem": {a problem file's object}},
      "guard": null | {a GuardState's},
      "observations": null | {a StatisticsTable's},
      "alerts": [[alert, linear], ...]}
 
-`run_id` is the text in the marker of the run's directory (directory.py); checkpoints of release
-0.2.0 have none, and have `delayed_scaling` as well, histories of linears that simulated delayed
-scaling; these are not read. `plan` and `history` are CurrentPlan's, `target` is the Replanner's.
-The others have the names of their owners.
+`run_id` is the text in the marker of the run's directory (directory.py). Checkpoints of release
+0.2.0 have no `run_id` and no `failed`, and have `delayed_scaling` as well, histories of linears
+that simulated delayed scaling; these are not read.
 
 If the solver was working on a plan, its problem is stored: the resumed run solves it again, and
 with the same lag applies the plan at the same iteration.
@@ -49,8 +51,21 @@ _MAX_ITERATION = 2**53
 
 
 @dataclass(frozen=True)
-class ControllerState:
-    """A run between two iterations.
+class FailedTarget:
+    """A target for which no plan could be had.
+
+    Attributes:
+        target: the target.
+        again_at: the iteration from which it is planned for again.
+    """
+
+    target: float | None
+    again_at: int
+
+
+@dataclass(frozen=True)
+class RunState:
+    """A run between two iterations; the same on all ranks.
 
     Attributes:
         iteration: the last iteration done; 0 before training.
@@ -62,7 +77,8 @@ class ControllerState:
             the first plan. A new plan is requested when the target schedule has another target.
             None: a new target makes no plan yet, because the policy needs measurements and there
             are none.
-        schedule: of the refresh schedule: when the last refresh began, and whether one is due.
+        failed: the target for which the solver failed last, or None.
+        schedule: which refreshes were measured, and whether one is due.
         solve: what the solver works on, or None.
         guard: the losses and the refused plans; None without a guard.
         observations: the running mean of the measurements, or None.
@@ -75,6 +91,7 @@ class ControllerState:
     run_id: str = ""
     history: tuple[tuple[int, str], ...] = ()
     target: float | None = None
+    failed: FailedTarget | None = None
     schedule: ScheduleState = field(default_factory=ScheduleState)
     solve: PendingProblem | None = None
     guard: GuardState | None = None
@@ -94,6 +111,7 @@ class ControllerState:
             history=tuple(entry for entry in self.history if entry[0] <= iteration),
             # A target that only the dropped problem had is planned for again.
             target=self.target if self.solve is None else self.plan.target,
+            failed=None,
             schedule=ScheduleState(),
             solve=None,
             guard=None,
@@ -170,7 +188,7 @@ class ControllerState:
             )
 
 
-_SCHEMA = TypeAdapter(ControllerState)
+_SCHEMA = TypeAdapter(RunState)
 
 PLAN_SETTINGS = (
     "formats",
@@ -216,7 +234,7 @@ def reported_settings(
 
 
 def changed_plan_settings(
-    state: ControllerState, config: SnipConfig, file_digest: str | None = None
+    state: RunState, config: SnipConfig, file_digest: str | None = None
 ) -> frozenset[str]:
     """Return which of `PLAN_SETTINGS` differ from those of the run that wrote a state.
 
@@ -251,7 +269,7 @@ def _as_text(values: Mapping[str, Any]) -> dict[str, str]:
     return {name: ",".join(v) if isinstance(v, tuple) else str(v) for name, v in values.items()}
 
 
-def resumed_state(loaded: Any, iteration: int) -> tuple[ControllerState | None, str | None]:
+def resumed_state(loaded: Any, iteration: int) -> tuple[RunState | None, str | None]:
     """Return the state to resume from, and a warning if it is not of the weights' iteration.
 
     Args:
@@ -271,7 +289,7 @@ def resumed_state(loaded: Any, iteration: int) -> tuple[ControllerState | None, 
             f"the checkpoint of iteration {iteration} has no SNIP state; "
             "starting from the initial plan"
         )
-    state = ControllerState.from_dict(loaded, "SNIP state of the checkpoint")
+    state = RunState.from_dict(loaded, "SNIP state of the checkpoint")
     if state.iteration == iteration:
         return state, None
     return state.for_weights_of(iteration), (
@@ -289,9 +307,7 @@ def _guard(value: Any, source: str) -> GuardState | None:
         return None
 
 
-def state_of_model(
-    state: ControllerState, names: Iterable[str]
-) -> tuple[ControllerState | None, str | None]:
+def state_of_model(state: RunState, names: Iterable[str]) -> tuple[RunState | None, str | None]:
     """Return the state if it is of a model, or else None to start anew and a warning.
 
     Args:

@@ -50,7 +50,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from megatron_snip.collectives import Control
 from megatron_snip.errors import SnipError, UsageError, one_line, shortened
 from megatron_snip.files import Label, read_json, read_record, read_text, write_atomic
-from megatron_snip.run.state import ControllerState
+from megatron_snip.run.state import RunState
 from megatron_snip.trainer.config import ModelFields, ParallelFields, TrainConfig
 from megatron_snip.trainer.model import TrainingState
 from megatron_snip.version import versions
@@ -86,7 +86,7 @@ class Progress:
     iteration: int
     first_validation_loss: float | None
     validation_loss: float | None
-    snip: ControllerState | None = None
+    snip: RunState | None = None
 
 
 FileName = Annotated[Label, Field(pattern=r"^[\w.-]*\w[\w.-]*$")]
@@ -327,7 +327,7 @@ def load_checkpoint(state: TrainingState, control: Control, iteration: int) -> P
     elif dist.get_rank() == 0 and (config.attention_dropout or config.hidden_dropout):
         logger.warning("load: another layout than the checkpoint's: new dropout streams")
     snip = loaded.get("snip")
-    state_of_snip = None if snip is None else ControllerState.from_dict(snip)
+    state_of_snip = None if snip is None else RunState.from_dict(snip)
     first, last = _validation_losses(loaded.get("validation"), path)
     return Progress(iteration, first, last, state_of_snip)
 

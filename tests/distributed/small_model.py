@@ -37,7 +37,7 @@ from megatron_snip.reporting.events import (
 )
 from megatron_snip.run import observation, solve
 from megatron_snip.run.controller import SnipController
-from megatron_snip.run.state import ControllerState
+from megatron_snip.run.state import RunState
 from megatron_snip.statistics.records import StatisticsTable
 from megatron_snip.trainer.config import TrainConfig, make_train_config
 from megatron_snip.trainer.loop import PlainTraining, TrainingHook, train_step
@@ -186,7 +186,7 @@ class Trainer:
         self,
         snip: dict[str, Any],
         solver: Any = None,
-        state: ControllerState | None = None,
+        state: RunState | None = None,
         writers: Sequence[Writer] = (),
         num_done: int = 0,
     ) -> SnipController:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from megatron_snip.linears import quantized_linear as gemms
-from megatron_snip.run.schedule import RefreshSchedule
+from megatron_snip.run.schedule import Schedule, ScheduleState
 from megatron_snip.types import Gemm, Operand
 from tests.distributed import small_model
 from tests.distributed.layouts import OVERLAP, TP2, OnRanks, names, results_on
@@ -88,12 +88,16 @@ BREAKS = {"gradient": _nan_gradient, "loss": _nan_loss, "useless": _useless}
 @contextmanager
 def only_first_refresh() -> Iterator[None]:
     """Let the first refresh be the only one: the run then becomes one that never had a plan."""
-    is_due = RefreshSchedule.is_due
+    due_since = Schedule.due_since
 
-    def is_first(schedule: RefreshSchedule, iteration: int, wanted_at: int | None) -> bool:
-        return iteration <= START + 1 and is_due(schedule, iteration, wanted_at)
+    def since(
+        self: Schedule, state: ScheduleState, done: int, iteration: int, wanted_at: int | None
+    ) -> int | None:
+        return (
+            due_since(self, state, done, iteration, wanted_at) if iteration <= START + 1 else None
+        )
 
-    with mock.patch.object(RefreshSchedule, "is_due", is_first):
+    with mock.patch.object(Schedule, "due_since", since):
         yield
 
 

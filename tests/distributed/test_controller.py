@@ -13,7 +13,7 @@ from megatron_snip.options import Option
 from megatron_snip.planning.plan import PrecisionPlan, assignment_digest, read_plan, write_plan
 from megatron_snip.planning.problem import read_problem
 from megatron_snip.reporting.run_directory import RunDirectory
-from megatron_snip.run.state import ControllerState
+from megatron_snip.run.state import RunState
 from megatron_snip.run.step import zero_gradients
 from megatron_snip.trainer.data import iteration_batches
 from megatron_snip.trainer.model import forward_step
@@ -76,7 +76,7 @@ def train(
             before = {"_forward_impl" in p.module.__dict__ for p in controller.model.linears}
             trainer.advance(steps, controller)
             saved = json.loads(json.dumps(controller.state(trainer.step).to_dict()))
-            state = ControllerState.from_dict(saved)
+            state = RunState.from_dict(saved)
             controller.close()
             after = {"_forward_impl" in p.module.__dict__ for p in controller.model.linears}
             seen.append(trainer.events)
@@ -322,7 +322,7 @@ def own_loop() -> dict[str, Any]:
         scope = {"model": model, "optimizer": optimizer, "data": data, "forward_step": forward_step}
         exec(compile(code, "extending.md", "exec"), scope)
         shown = {"history": scope["snip"].history, "weights": trainer.digests()["weights"]}
-    saved = ControllerState.from_dict(scope["saved"])
+    saved = RunState.from_dict(scope["saved"])
     return {
         "lines": len(code.splitlines()),
         "trainer": expected,
@@ -403,7 +403,7 @@ def given_up() -> list[Any]:
             saved = controller.state(done).to_dict()
             trainer.advance(1, hook)
             again = controller.state(done).to_dict()
-            ControllerState.from_dict(again)
+            RunState.from_dict(again)
             changed += [(done, key) for key in saved if again[key] != saved[key]]
         controller.close()
     return changed

@@ -15,7 +15,7 @@ from megatron_snip.patches.attach import attach
 from megatron_snip.patches.registry import CORE, Session
 from megatron_snip.planning.plan import PrecisionPlan, write_plan
 from megatron_snip.run.loss_monitor import WATCHED_ITERATIONS
-from megatron_snip.run.state import ControllerState
+from megatron_snip.run.state import RunState
 from tests.distributed.launch import run_ranks
 from tests.distributed.layouts import TP2
 from tests.distributed.small_model import NARROW, SolverHere, layout
@@ -47,7 +47,7 @@ def resume(
         del trainer.warnings[:]
         for name, value in (damage or {}).items():
             saved[name] |= value
-        state = ControllerState.from_dict(saved)
+        state = RunState.from_dict(saved)
         try:
             controller = trainer.controller({**SNIP, **(former or {}), **changes}, solver, state)
         except SnipError as error:

@@ -27,7 +27,7 @@ from megatron_snip.planning.problem import read_problem
 from megatron_snip.planning.settings import PlanSettings
 from megatron_snip.planning.solver_process import PlanRequest
 from megatron_snip.reporting.run_record import read_divergences, read_metrics
-from megatron_snip.run.state import ControllerState
+from megatron_snip.run.state import RunState
 from megatron_snip.trainer.config import load_train_config
 from tests.hostile.documents import (
     CALIBRATION,
@@ -65,8 +65,8 @@ def use_problem(file: Path) -> None:
 
 
 def use_state(file: Path) -> None:
-    state = ControllerState.from_dict(read_json(file, "state"))
-    assert ControllerState.from_dict(state.to_dict()) == state
+    state = RunState.from_dict(read_json(file, "state"))
+    assert RunState.from_dict(state.to_dict()) == state
 
 
 def use_calibration(file: Path) -> None:

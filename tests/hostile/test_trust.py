@@ -19,7 +19,7 @@ from megatron_snip.planning.settings import PlanSettings
 from megatron_snip.planning.solver_process import SolverProcess
 from megatron_snip.reporting.run_directory import RunDirectory
 from megatron_snip.reporting.run_record import read_run
-from megatron_snip.run.state import ControllerState
+from megatron_snip.run.state import RunState
 from tests.hostile.documents import DIVERGENCES, METRICS, PLAN, PROBLEM, SNIP, fuzzed, survives
 from tests.hostile.mutations import mutants
 from tests.processes import ROOT
@@ -126,9 +126,9 @@ def test_nothing_is_unpickled_in_a_cycle(tmp_path: Path, watch: Watch) -> None:
         write_plan(plan, folder / "plans" / "0.json")
         run = read_run(folder)
         assert run.plan is not None
-        torch.save(ControllerState(1, run.plan).to_dict(), folder / "state.pt")
+        torch.save(RunState(1, run.plan).to_dict(), folder / "state.pt")
         loaded = torch.load(folder / "state.pt", weights_only=True)
-        assert ControllerState.from_dict(loaded).plan == plan
+        assert RunState.from_dict(loaded).plan == plan
         assert watch.found == []
         pickle.loads(pickle.dumps(Path))
         assert [event for event, _ in watch.found] == ["pickle.find_class"]

@@ -51,10 +51,10 @@ if "TINY_EARLY" in os.environ:
     observation.MIN_OPTIMIZER_STEPS = 0
 
 if "TINY_BAD_STATE" in os.environ:
-    from megatron_snip.run.state import ControllerState
+    from megatron_snip.run.state import RunState
 
     bad = {"version": int(os.environ["TINY_BAD_STATE"]), "plan": []}
-    setattr(ControllerState, "to_dict", lambda self: bad)  # noqa: B010
+    setattr(RunState, "to_dict", lambda self: bad)  # noqa: B010
 
 if "TINY_FAULTS" in os.environ:
     from tests.megatron import faults

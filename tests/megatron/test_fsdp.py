@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import pytest
 
 from megatron_snip.patches.checkpoint import read_fsdp_state
-from megatron_snip.run.state import ControllerState
+from megatron_snip.run.state import RunState
 from tests.distributed.launch import Run
 from tests.megatron.lab import (
     COLLECT_ONLY,
@@ -106,7 +106,7 @@ def test_a_killed_run_resumes_with_its_plan(lab: Lab, te_lab: Lab, layout: str) 
 def test_a_checkpoint_of_torch_fsdp2_holds_the_plan(lab: Lab) -> None:
     """Megatron 0.19 itself cannot load what it has saved in this format."""
     folder = killed(lab, "fsdp2")
-    state = ControllerState.from_dict(read_fsdp_state(folder / "iter_0000007"))
+    state = RunState.from_dict(read_fsdp_state(folder / "iter_0000007"))
     assert state.iteration == 7 and state.solve is not None
     plan = json.loads((folder / "snip" / "plans" / "3.json").read_text())
     assert state.plan.digest == plan["digest"]

@@ -27,7 +27,7 @@ from megatron_snip.patches.megatron_lm import setup
 from megatron_snip.patches.registry import Registry
 from megatron_snip.planning.plan import PrecisionPlan
 from megatron_snip.reporting.events import Event, Metrics, PlanApplied
-from megatron_snip.run.state import ControllerState
+from megatron_snip.run.state import RunState
 from megatron_snip.topology import Topology
 from tests.unit.planning.build import plan_of
 
@@ -261,7 +261,7 @@ class Job:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
-    def run(self, state: ControllerState | None, *plans: tuple[int, PrecisionPlan]) -> str:
+    def run(self, state: RunState | None, *plans: tuple[int, PrecisionPlan]) -> str:
         """Start, apply plans, end; return the run's identity."""
         config = SnipConfig(output_dir=self.folder)
         args = Namespace(iteration=0 if state is None else state.iteration)
@@ -281,9 +281,9 @@ class Job:
         return [json.loads(line)["iteration"] for line in path.read_text().splitlines()]
 
 
-def checkpoint(identity: str, iteration: int, *plans: tuple[int, PrecisionPlan]) -> ControllerState:
+def checkpoint(identity: str, iteration: int, *plans: tuple[int, PrecisionPlan]) -> RunState:
     history = tuple((at, plan.digest) for at, plan in plans)
-    return ControllerState(iteration, plan_of(["fp4"]), run_id=identity, history=history)
+    return RunState(iteration, plan_of(["fp4"]), run_id=identity, history=history)
 
 
 def test_a_resumed_run_continues_its_own_directory_and_archives_that_of_another(

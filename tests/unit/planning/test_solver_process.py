@@ -9,6 +9,7 @@ import textwrap
 import time
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -17,6 +18,7 @@ from megatron_snip import plugins
 from megatron_snip.collectives import Control
 from megatron_snip.errors import InfeasiblePlanError, PlanningError, UsageError
 from megatron_snip.planning import policies, solver_process
+from megatron_snip.planning.plan import PrecisionPlan
 from megatron_snip.planning.planner import make_plan
 from megatron_snip.planning.settings import PlanSettings
 from megatron_snip.planning.solver_process import (
@@ -27,7 +29,7 @@ from megatron_snip.planning.solver_process import (
     worker_command,
 )
 from megatron_snip.plugins import load_plugins
-from megatron_snip.run.solve import PendingProblem, Solve
+from megatron_snip.run.solve import PendingProblem, Solver
 from tests.unit.planning.build import options_of, plan_of, problem_of
 
 PROBLEM = problem_of([[0.0, 1.0], [0.0, 2.0], [0.0, 3.0]], target=0.3)
@@ -157,17 +159,41 @@ def test_a_wrong_plan_brings_a_new_process() -> None:
     late = {"status": "optimal", "objective": 6.0, "efficiency": 1.0, "stages": [1.0]}
     wrong = plan_of(["fp4"] * 3, iteration=4).to_dict() | late | {"target": 0.3}
     with closing(SolverProcess(answering({"plan": wrong}))) as process:
-        solve = Solve(PlanSettings(pins=(("*.layers.1.*", "fp8"),)), Control(), process)
+        solver = Solver(PlanSettings(pins=(("*.layers.1.*", "fp8"),)), Control(), process)
         first = child_since(before)
-        for iteration in (4, 4):
-            solve.submit(PendingProblem(iteration, 5, PROBLEM), plan_of(["fp8"] * 3))
+        current = plan_of(["fp8"] * 3)
+        for apply_at in (5, 6):
             with pytest.raises(PlanningError, match=r"plan is wrong: .* pin .* demands fp8"):
-                solve.take_plan()
-        assert not first.is_running() and not solve.is_under_way
-        right = Solve(PlanSettings(), Control(), process)  # without the pin it is a plan
-        right.submit(PendingProblem(4, 5, PROBLEM), plan_of(["fp8"] * 3))
-        plan, _ = right.take_plan()
+                solver.plan_of(PendingProblem(4, apply_at, PROBLEM), current)
+        assert not first.is_running()
+        right = Solver(PlanSettings(), Control(), process)  # without the pin it is a plan
+        plan, _ = right.plan_of(PendingProblem(4, 5, PROBLEM), current)
         assert options_of(plan) == ["fp4"] * 3
+
+
+def test_a_problem_that_is_asked_twice_is_solved_once() -> None:
+    """Megatron may repeat the iteration before which a plan is due."""
+
+    class Once:
+        def __init__(self) -> None:
+            self.num_asked = 0
+
+        def submit(self, *_: Any) -> None:
+            self.num_asked += 1
+
+        def result(self, timeout_s: float) -> PrecisionPlan:
+            return make_plan(PROBLEM, PlanSettings(), iteration=4)
+
+    process: Any = Once()
+    solver = Solver(PlanSettings(), Control(), process)
+    pending = PendingProblem(4, 5, PROBLEM)
+    current = plan_of(["fp8"] * 3)
+    solver.begin(pending, current)
+    first, _ = solver.plan_of(pending, current)
+    again, _ = solver.plan_of(pending, current)
+    assert again is not first and again == first and process.num_asked == 1
+    solver.begin(PendingProblem(6, 8, PROBLEM), current)
+    assert process.num_asked == 2
 
 
 @pytest.mark.parametrize(

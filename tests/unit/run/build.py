@@ -15,7 +15,7 @@ from megatron_snip.run.loss_monitor import LossMonitor
 from megatron_snip.run.plans import RunPlans
 from megatron_snip.run.schedule import ScheduleState
 from megatron_snip.run.solve import PendingProblem
-from megatron_snip.run.state import ControllerState, reported_settings
+from megatron_snip.run.state import RunState, reported_settings
 from megatron_snip.statistics.records import StatisticsTable
 from megatron_snip.topology import LinearInfo, Topology
 from tests.unit.planning.build import name_of, options_of, plan_of, problem_of
@@ -38,7 +38,7 @@ GUARD = GuardState(
     num_reverted=1,
     refresh_at=9,
 )
-STATE = ControllerState(
+STATE = RunState(
     iteration=7,
     plan=PLAN,
     run_id="c0ffee",
@@ -85,13 +85,11 @@ def run_plans(
     return RunPlans(SnipConfig(**{"formats": "fp8,fp4", **config}), model, None, None)
 
 
-def state_of(
-    resumed: PrecisionPlan, file_digest: str | None = None, **former: Any
-) -> ControllerState:
+def state_of(resumed: PrecisionPlan, file_digest: str | None = None, **former: Any) -> RunState:
     config = SnipConfig(**{"formats": "fp8,fp4", **former})
     settings = reported_settings(config, "simulate", {}, file_digest)
-    return ControllerState(6, resumed, settings=settings)
+    return RunState(6, resumed, settings=settings)
 
 
-def first(resumed: ControllerState | None = None, **config: Any) -> list[str]:
+def first(resumed: RunState | None = None, **config: Any) -> list[str]:
     return options_of(run_plans(**config).first_plan(resumed, 0).plan)

@@ -11,7 +11,7 @@ from megatron.core.rerun_state_machine import RerunStateMachine
 
 from megatron_snip.planning.plan import PrecisionPlan
 from megatron_snip.run.guard import Guard, GuardState, Outcome
-from megatron_snip.run.loss_monitor import LossMonitor
+from megatron_snip.run.loss_monitor import WATCHED_ITERATIONS, LossMonitor
 from megatron_snip.run.step import TrainingStep
 from megatron_snip.topology import Topology
 from tests.unit.planning.build import plan_of
@@ -32,18 +32,16 @@ class Run:
             runtime=runtime, apply=self.applied.append, gather_weights=lambda _: None
         )
         optimizer = torch.optim.SGD(self.chunk.parameters())
-        self.guard = Guard(6.0, model, optimizer, lambda *_: None)
+        self.guard = Guard(model, optimizer, lambda *_: None)
         monitor = LossMonitor(recent=(2.0,) * 20).after_plan_change(6.0)
         for _ in range(num_spikes):
             monitor = monitor.add(losses[0])
-        self.guard.load_state_dict(GuardState(loss=monitor, first_fallback=FALLBACK))
+        self.state = GuardState(loss=monitor, first_fallback=FALLBACK)
 
     def iterate(self, plan: PrecisionPlan = PLAN) -> Outcome:
-        """In the controller's order."""
-        self.guard.begin(30)
         kwargs = {"data_iterator": iter(range(9)), "model": [self.chunk]}
-        step = TrainingStep(self._forward_backward, kwargs, self.guard.is_judging)
-        return self.guard.run(30, step, plan)
+        step = TrainingStep(self._forward_backward, kwargs, self.state.is_judging)
+        return self.guard.run(30, step, plan, self.state)
 
     def _forward_backward(self, **_: Any) -> list[dict[str, torch.Tensor]]:
         loss = torch.tensor(self.losses.pop(0))
@@ -77,44 +75,51 @@ def test_a_lasting_rise_does_not_blame_the_plan_if_the_fallback_gives_nan() -> N
     assert Run(9.0, 9.0, num_spikes=9).iterate().fallback is FALLBACK
 
 
-@pytest.mark.parametrize("is_judged", [False, True])
-def test_an_iteration_that_megatron_repeats_counts_once(is_judged: bool) -> None:
-    """With the loss of its last run; Megatron doubted the first one."""
-
-    def states(*losses: float) -> GuardState:
-        run = Run(*losses)
-        if not is_judged:
-            run.guard.load_state_dict(GuardState(loss=LossMonitor(recent=(2.0,) * 20)))
-        for _ in losses:
-            run.iterate()
-        run.guard.read_loss()
-        return run.guard.state
-
-    assert states(2.25, 2.125) == states(2.125)
+def test_a_loss_that_is_no_spike_is_added() -> None:
+    run = Run(2.25)
+    outcome = run.iterate()
+    assert outcome.was_judged and outcome.guard == run.state.after_loss(2.25)
+    run.state = GuardState(loss=LossMonitor(recent=(2.0,) * 20))
+    run.losses = [2.25]
+    outcome = run.iterate()
+    assert not outcome.was_judged and outcome.guard is run.state
+    assert outcome.loss is not None and outcome.loss.read() == 2.25
 
 
-def test_a_repeated_iteration_is_judged_if_its_first_run_ended_the_watch() -> None:
-    """Else its microbatches are not kept, and a spike in the repeated run ends the job."""
-    run = Run(2.0, 9.0, 2.0)
-    loss = run.guard.state.loss
-    assert loss.watch is not None
-    ending = loss.model_copy(update={"watch": loss.watch.model_copy(update={"left": 1})})
-    run.guard.load_state_dict(GuardState(loss=ending, first_fallback=FALLBACK))
-    assert run.iterate().fallback is None
-    assert not run.guard.is_judging
-    assert run.iterate().fallback is FALLBACK
+def test_a_plan_is_judged_good_at_the_end_of_its_watch() -> None:
+    state = Run().state.model_copy(update={"num_reverted": 1})
+    for _ in range(WATCHED_ITERATIONS - 1):
+        state = state.after_loss(2.0)
+    assert state.is_judging and state.num_reverted == 1
+    state = state.after_loss(2.0)
+    assert not state.is_judging and state.num_reverted == 0
+    assert state.after_loss(None) is state
+
+
+def test_one_refresh_follows_the_first_of_a_series_of_reverts() -> None:
+    once = Run().state.after_revert(PLAN, FALLBACK, 30, 6.0)
+    assert once.refuses(PLAN) and once.first_fallback is FALLBACK
+    assert (once.num_reverted, once.refresh_at) == (1, 31)
+    twice = once.after_revert(plan_of(["fp4-fp8-fp8"]), FALLBACK, 40, 6.0)
+    assert (twice.num_reverted, twice.refresh_at) == (2, None)
+
+
+def test_a_change_during_a_series_of_spikes_keeps_the_fallback() -> None:
+    other = plan_of(["fp4-fp8-fp8"])
+    assert Run().state.after_plan_change(other, 6.0).first_fallback is other
+    assert Run(9.0, num_spikes=1).state.after_plan_change(other, 6.0).first_fallback is FALLBACK
 
 
 def test_without_a_fallback_only_a_loss_that_is_nan_runs_again() -> None:
     """So that Megatron's own check sees it."""
     run = Run(9.0)
-    run.guard.load_state_dict(GuardState(loss=run.guard.state.loss))
+    run.state = GuardState(loss=run.state.loss)
     outcome = run.iterate()
     assert (outcome.num_runs, outcome.fallback) == (1, None)
     assert "no other plan to fall back to" in (outcome.message or "")
-    assert not run.guard.is_judging
+    assert outcome.guard is not None and not outcome.guard.is_judging
     run = Run(math.nan, math.nan)
-    run.guard.load_state_dict(GuardState(loss=run.guard.state.loss))
+    run.state = GuardState(loss=run.state.loss)
     with pytest.raises(RuntimeError, match="found NaN"):
         run.iterate()
 

@@ -36,9 +36,8 @@ def test_linears_must_have_been_measured_in_every_format(
     model: Any = SimpleNamespace(runtime=runtime, chunks=[], all_linears=MEASURED)
     available: Any = SimpleNamespace(options=list(map(Option.uniform, formats)))
     observations = Observations(SnipConfig(), model, available, None)
-    assert not observations.suffice()
-    observations.load_state_dict(StatisticsTable(5, 2.0, tuple(rows)))
-    assert observations.suffice() == enough
+    assert not observations.suffice(None)
+    assert observations.suffice(StatisticsTable(5, 2.0, tuple(rows))) == enough
 
 
 def test_a_problem_has_the_pins_of_the_run() -> None:
@@ -51,5 +50,5 @@ def test_a_problem_has_the_pins_of_the_run() -> None:
     pins = (("*.layers.0.*", "fp8"),)
     available = AvailableOptions(options, {}, pins=pins)
     observations = Observations(SnipConfig(formats=("fp8", "fp4")), model, available, None)
-    observations.load_state_dict(StatisticsTable(5, 2.0, tuple(MEASURED)))
-    assert observations.measurement(0.5).problem.pins == pins
+    mean = StatisticsTable(5, 2.0, tuple(MEASURED))
+    assert observations.measurement(mean, 0.5).problem.pins == pins

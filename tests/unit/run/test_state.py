@@ -15,7 +15,7 @@ from megatron_snip.errors import UsageError
 from megatron_snip.log import forget_warnings
 from megatron_snip.run.guard import GuardState
 from megatron_snip.run.state import (
-    ControllerState,
+    RunState,
     changed_plan_settings,
     reported_settings,
     resumed_state,
@@ -27,15 +27,15 @@ from tests.unit.run.build import PLAN, STATE
 SOLVE = STATE.to_dict()["solve"]
 
 
-@pytest.mark.parametrize("state", [STATE, ControllerState(0, PLAN, guard=GuardState())])
-def test_there_and_back(state: ControllerState) -> None:
+@pytest.mark.parametrize("state", [STATE, RunState(0, PLAN, guard=GuardState())])
+def test_there_and_back(state: RunState) -> None:
     value = state.to_dict()
-    assert ControllerState.from_dict(json.loads(json.dumps(value))) == state
+    assert RunState.from_dict(json.loads(json.dumps(value))) == state
     # Megatron reads checkpoints without unpickling objects.
     file = io.BytesIO()
     torch.save(value, file)
     file.seek(0)
-    assert ControllerState.from_dict(torch.load(file, weights_only=True)) == state
+    assert RunState.from_dict(torch.load(file, weights_only=True)) == state
 
 
 def test_a_number_that_is_not_one_is_null_in_a_checkpoint() -> None:
@@ -47,7 +47,7 @@ def test_a_number_that_is_not_one_is_null_in_a_checkpoint() -> None:
     state = replace(STATE, observations=table)
     assert state.to_dict() == state.to_dict()
     value = json.loads(json.dumps(state.to_dict(), allow_nan=False))
-    loaded = ControllerState.from_dict(value).observations
+    loaded = RunState.from_dict(value).observations
     assert loaded is not None and repr(loaded) == repr(table)
     assert math.isnan(loaded.linears[0].grad_square)
 
@@ -56,7 +56,7 @@ def test_earlier_checkpoints_call_the_fallback_good() -> None:
     value = STATE.to_dict()
     value["guard"]["good"] = value["guard"].pop("first_fallback")
     assert value["guard"]["good"] is not None
-    assert ControllerState.from_dict(value) == STATE
+    assert RunState.from_dict(value) == STATE
 
 
 @pytest.mark.parametrize(
@@ -70,7 +70,7 @@ def test_earlier_checkpoints_call_the_fallback_good() -> None:
 )
 def test_a_guard_that_cannot_be_read_starts_anew(guard: Any, caplog: Any) -> None:
     forget_warnings()
-    state = ControllerState.from_dict(STATE.to_dict() | {"guard": guard}, "here")
+    state = RunState.from_dict(STATE.to_dict() | {"guard": guard}, "here")
     assert state == replace(STATE, guard=None)
     assert [r.message[:32] for r in caplog.records] == ["snip: here: the guard starts anew"[:32]]
 
@@ -92,14 +92,14 @@ def test_a_guard_that_cannot_be_read_starts_anew(guard: Any, caplog: Any) -> Non
 )
 def test_damage_is_named(change: dict[str, Any], text: str) -> None:
     with pytest.raises(UsageError, match=text):
-        ControllerState.from_dict(STATE.to_dict() | change, "here")
+        RunState.from_dict(STATE.to_dict() | change, "here")
     with pytest.raises(UsageError, match="version None"):
-        ControllerState.from_dict([1], "here")
+        RunState.from_dict([1], "here")
 
 
 def test_a_plan_that_a_resume_brought_may_begin_with_the_coming_iteration() -> None:
     state = replace(STATE, history=((8, "0"),))
-    assert ControllerState.from_dict(state.to_dict()) == state
+    assert RunState.from_dict(state.to_dict()) == state
 
 
 def test_checkpoints_of_0_2_0_are_read() -> None:
@@ -114,7 +114,7 @@ def test_checkpoints_of_0_2_0_are_read() -> None:
     assert state.guard is not None and state.guard.first_fallback is not None
     assert state.alerts
     again = state.to_dict()
-    assert ControllerState.from_dict(again) == state
+    assert RunState.from_dict(again) == state
     assert value.keys() - again.keys() == {"delayed_scaling"}
 
 
@@ -150,14 +150,14 @@ def test_a_target_whose_problem_is_dropped_is_planned_for_again() -> None:
 def test_a_resume_with_another_recipe_says_what_changes() -> None:
     config = SnipConfig(formats=("bf16", "fp8"))
     settings = reported_settings(config, "te", {"bf16": "bf16", "fp8": "blockwise"})
-    state = ControllerState(iteration=3, plan=plan_of(["fp8"]), settings=settings)
+    state = RunState(iteration=3, plan=plan_of(["fp8"]), settings=settings)
     new = reported_settings(config, "te", {"bf16": "bf16", "fp8": "delayed_hybrid"})
     assert state.changes(new) == ["recipe of fp8 blockwise -> delayed_hybrid"]
 
 
 def test_a_resume_that_only_measures_says_so() -> None:
     settings = reported_settings(SnipConfig(), "simulate", {})
-    state = ControllerState(iteration=3, plan=plan_of(["fp8"]), settings=settings)
+    state = RunState(iteration=3, plan=plan_of(["fp8"]), settings=settings)
     new = reported_settings(SnipConfig(collect_only=True), "simulate", {})
     assert state.changes(new) == ["collect_only False -> True"]
 
@@ -175,7 +175,7 @@ def test_a_resume_that_only_measures_says_so() -> None:
 )
 def test_a_resume_reports_every_setting_that_differs(setting: str, value: object) -> None:
     former = SnipConfig()
-    state = ControllerState(
+    state = RunState(
         iteration=3,
         plan=plan_of(["fp8"]),
         settings=reported_settings(former, "simulate", {}),
@@ -192,7 +192,7 @@ def test_the_same_file_under_a_relative_path_is_no_change(
     monkeypatch.chdir(tmp_path)
     config = SnipConfig(cost="time", calibration=Path("a.json"), plan_file=Path("p.json"))
     settings = reported_settings(config, "te", {})
-    state = ControllerState(iteration=3, plan=plan_of(["fp8"]), settings=settings)
+    state = RunState(iteration=3, plan=plan_of(["fp8"]), settings=settings)
     paths = {"calibration": tmp_path / "a.json", "plan_file": tmp_path / "p.json"}
     same = config.model_copy(update=paths)
     assert state.changes(reported_settings(same, "te", {})) == []

@@ -22,7 +22,7 @@ from megatron_snip.directory import OWN_FOLDERS, mark, mark_new_run, run_id
 from megatron_snip.errors import UnsupportedError, UsageError
 from megatron_snip.reporting.events import Event, Metrics
 from megatron_snip.reporting.run_directory import RunDirectory, drop_later_iterations
-from megatron_snip.run.state import ControllerState
+from megatron_snip.run.state import RunState
 from megatron_snip.trainer import session
 from megatron_snip.trainer.checkpoint import (
     POINTER,
@@ -277,7 +277,7 @@ def test_a_resume_that_turns_snip_on_or_off_says_so(
     monkeypatch.setattr(session, "SnipController", Mock())
     config = TrainConfig.model_validate({"snip": {"enabled": is_on}})
     plan = plan_of({"decoder.layers.0.mlp.linear_fc1": "fp4"})
-    former = None if is_on else ControllerState(7, plan)
+    former = None if is_on else RunState(7, plan)
     make_hook(Mock(config=config), [], Progress(7, None, None, former))
     (line,) = caplog.messages
     expected = {

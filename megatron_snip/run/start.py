@@ -1,0 +1,103 @@
+"""The state that a run starts with: new, or that of a stopped run; functions without effects."""
+
+from dataclasses import replace
+
+from megatron_snip.options import BF16
+from megatron_snip.planning.plan import PrecisionPlan
+from megatron_snip.run.guard import GuardState
+from megatron_snip.run.plans import FirstPlan, PlanSource, RunPlans
+from megatron_snip.run.schedule import Schedule
+from megatron_snip.run.state import RunState
+
+
+def first_state(
+    run_id: str,
+    stopped: RunState | None,
+    first: FirstPlan,
+    num_done: int,
+    plans: RunPlans,
+    schedule: Schedule,
+    is_guarded: bool,
+) -> RunState:
+    """All ranks: return the state that a run starts with; nothing is being solved in it.
+
+    Args:
+        run_id: what identifies the run.
+        stopped: the state of the stopped run; None for a new run.
+        first: the plan that the run starts with.
+        num_done: iterations that the weights were trained for.
+        plans: makes plans of the stopped run fit this one.
+        schedule: when the run measures and plans.
+        is_guarded: whether plans are judged.
+    """
+    plan = first.plan
+    if stopped is None:
+        guard = GuardState() if is_guarded else None
+        # None: a new target makes no plan before something was measured.
+        target = plan.target if schedule.plans_without_statistics else None
+        return RunState(num_done, plan, run_id, target=target, guard=guard)
+    history = stopped.history
+    if stopped.plan.digest != plan.digest:
+        history = (*history, (num_done + 1, plan.digest))
+    target = None
+    if schedule.plans_without_statistics or stopped.observations is not None:
+        # A plan that the policy made at this start has a target of its own.
+        has_own = first.source is PlanSource.POLICY or not schedule.changes_plans
+        target = plan.target if has_own or stopped.target is None else stopped.target
+    return replace(
+        stopped,
+        iteration=num_done,
+        plan=plan,
+        run_id=run_id,
+        history=history,
+        target=target,
+        solve=None,
+        guard=_guard(stopped, plan, plans) if is_guarded else None,
+        alerts=tuple(sorted(stopped.alerts)),
+        settings={},
+    )
+
+
+def _guard(stopped: RunState, plan: PrecisionPlan, plans: RunPlans) -> GuardState:
+    """All ranks: return what the guard of a stopped run knows, for the plan of this run."""
+    guard = stopped.guard or GuardState()
+    if guard.first_fallback is not None:
+        fitted, _ = plans.fitting.plan(guard.first_fallback)
+        guard = guard.model_copy(update={"first_fallback": fitted})
+    if stopped.plan.digest == plan.digest:
+        return guard
+    # The new plan is judged. Its fallback is the stopped run's plan, made to fit this run. With new
+    # pins or formats this fitted plan can equal the new plan. Then the fallback of the stopped run
+    # stays.
+    fitted, _ = plans.fitting.plan(stopped.plan)
+    fallback = guard.first_fallback if fitted.digest == plan.digest else fitted
+    return guard.after_plan_change(fallback, plans.config.guard_sigmas)
+
+
+def first_change(
+    state: RunState, stopped: RunState | None, plans: RunPlans, schedule: Schedule
+) -> tuple[int, bool] | None:
+    """Return what the first plan changes, if a reader needs to know the plan; else None.
+
+    Args:
+        state: what `first_state` returned.
+        stopped: the state of the stopped run; None for a new run.
+        plans: what the job itself runs.
+        schedule: whether other plans may follow.
+
+    Returns:
+        (number of linears that run another option than before, whether the stopped run had the same
+        plan). A new run's changes are counted from what the job itself runs.
+    """
+    job = plans.available.job.options
+    before = job if stopped is None else stopped.plan.linears
+    num_changed = 0
+    for name, option in state.plan.linears.items():
+        num_changed += option != before.get(name, job[name])
+    is_resumed = stopped is not None and stopped.plan.digest == state.plan.digest
+    # A first plan that changes nothing is not reported if others follow. A report shows a run
+    # without a plan as BF16, so a new run that starts with another precision reports it.
+    starts_in_bf16 = set(state.plan.linears.values()) == {BF16}
+    changes_nothing_yet = not num_changed and schedule.changes_plans
+    needs_no_report = changes_nothing_yet and (stopped is not None or starts_in_bf16)
+    return None if needs_no_report and not state.history else (num_changed, is_resumed)
