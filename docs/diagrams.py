@@ -194,9 +194,7 @@ def life() -> Diagram:
         picture.arrow((x + 95, 70), (x + 95, 100))
     picture.box(20, 100, 850, 50, ["plans: the first plan", "fitting: pins, formats, linears"])
     picture.arrow((445, 150), (445, 190))
-    picture.box(
-        330, 190, 230, 60, ["current_plan: one at a time", "linears run its options"], GREEN
-    )
+    picture.box(330, 190, 230, 60, ["state: one plan at a time", "linears run its options"], GREEN)
     picture.box(20, 190, 220, 60, ["guard: runs the iteration", "again under a fallback"], GREEN)
     picture.arrow((330, 210), (240, 210))
     picture.text(285, 202, "run", anchor="middle", color=FAINT)
@@ -206,7 +204,7 @@ def life() -> Diagram:
     picture.text(455, 280, "schedule: a refresh is due", color=FAINT)
     picture.box(330, 300, 230, 60, ["observation", "statistics, divergences"], BLUE)
     picture.arrow((445, 360), (445, 400))
-    picture.text(455, 385, "replanner: the planning problem", color=FAINT)
+    picture.text(455, 385, "replanning: the planning problem", color=FAINT)
     picture.box(330, 400, 230, 50, ["solve: rank 0's solver", "training goes on"], BLUE)
     picture.arrow((560, 425), (740, 425), (740, 250))
     picture.text(750, 350, "the plan, lag", color=FAINT)
