@@ -350,7 +350,7 @@ def repeated() -> dict[str, Any]:
             trainer.advance(1, hook)
             state = controller.state(2).to_dict()
             found[name] = {key: state[key] for key in ("observations", "solve")}
-            assert state["solve"] is not None and controller.history == []
+            assert state["solve"] is not None and not controller.history
             trainer.advance(1, hook)  # an ordinary iteration
             found[name]["is timed"] = "step_s" in trainer.events.metrics[-1][1]
             controller.close()
