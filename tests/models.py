@@ -19,6 +19,7 @@ from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_mtp_block_spec,
 )
 from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.quantization.quant_config import RecipeConfig
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
@@ -226,3 +227,16 @@ def run_plans(model: Any, tokens: int | None = None, **settings: Any) -> RunPlan
     config = SnipConfig(**settings)
     under = PlannedModel([model], Topology(), 7, config.backend, tokens)
     return RunPlans(config, under, train_iters=None, calibration_cache=None)
+
+
+def recipe_file(rules: dict[str, str], **recipes: dict[str, Any]) -> RecipeConfig:
+    """What Megatron reads in a precision file: {pattern: name of a recipe}; `bf16` is one."""
+    configs = {}
+    for name, recipe in {"bf16": {}, **recipes}.items():
+        kind = {"transformer_engine_config_type": "TEQuantizationParams"}
+        configs[name] = {**kind, "training_recipe": recipe}
+    matchers = {
+        pattern: {"type": "glob", "pattern": pattern, "config": name, "enabled": True}
+        for pattern, name in rules.items()
+    }
+    return RecipeConfig.from_config_dict({"configs": configs, "matchers": matchers})

@@ -4,7 +4,6 @@ from typing import Any
 
 import pytest
 import torch
-from megatron.core.quantization.quant_config import RecipeConfig
 
 from megatron_snip.config import SnipConfig
 from megatron_snip.errors import UsageError
@@ -15,7 +14,7 @@ from megatron_snip.planning.planner import make_plan
 from megatron_snip.run.controller import SnipController
 from megatron_snip.topology import Topology
 from tests.distributed.small_model import Memory
-from tests.models import EXPERTS, build, losses, ran, resolved, run_plans
+from tests.models import EXPERTS, build, losses, ran, recipe_file, resolved, run_plans
 
 MXFP8 = {"fp8": "e4m3", "fp8_recipe": "mxfp8"}
 TENSORWISE = {"fp8": "hybrid", "fp8_recipe": "tensorwise"}
@@ -26,19 +25,6 @@ EDGES = {
     "num_layers_at_end_in_bf16": 1,
 }
 FP8, FP4 = map(Option.uniform, ("fp8", "fp4"))
-
-
-def recipe_file(rules: dict[str, str], **recipes: dict[str, Any]) -> RecipeConfig:
-    """What Megatron reads in a precision file: {pattern: name of a recipe}; `bf16` is one."""
-    configs = {}
-    for name, recipe in {"bf16": {}, **recipes}.items():
-        kind = {"transformer_engine_config_type": "TEQuantizationParams"}
-        configs[name] = {**kind, "training_recipe": recipe}
-    matchers = {
-        pattern: {"type": "glob", "pattern": pattern, "config": name, "enabled": True}
-        for pattern, name in rules.items()
-    }
-    return RecipeConfig.from_config_dict({"configs": configs, "matchers": matchers})
 
 
 ATTENTION = {"*.linear_qkv": "bf16", "*.linear_proj": "bf16", "mtp.*": "bf16"}

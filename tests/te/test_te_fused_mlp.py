@@ -10,9 +10,8 @@ from megatron.core.models.gpt import gpt_layer_specs
 from megatron_snip.linears.model import PlannedModel
 from megatron_snip.topology import Topology
 from tests import models
-from tests.models import losses, planned
+from tests.models import losses, planned, recipe_file
 from tests.te.observed import observed
-from tests.te.test_te_fixed import recipe_file
 
 MXFP8 = {"fp8": "e4m3", "fp8_recipe": "mxfp8"}
 NVFP4 = {"fp4": "e2m1", "fp4_recipe": "nvfp4"}

@@ -201,8 +201,8 @@ def test_an_unknown_number_leaves_no_linear_in_a_lower_precision_only(
 def test_a_pin_to_an_option_that_was_not_measured_is_obeyed(pinned: str) -> None:
     bad = {pinned: errors(1.0, fisher=math.nan)}
     rows = [linear(0, **{"fp8": errors(1.0), "fp4": errors(16.0), **bad}), *two()[1:]]
-    pins = (f"*.layers.0.*={pinned}",)
-    problem = planning_problem(divergences(*rows, pins=pins), target=0.5)
+    fixed = {rows[0].name: Fixed(Option.uniform(pinned), Source.PIN)}
+    problem = planning_problem(divergences(*rows, fixed=fixed), target=0.5)
     settings = PlanSettings(pins=(("*.layers.0.*", pinned),))
     plan = make_plan(problem, settings)
     assert str(plan.linears[rows[0].name]) == pinned
@@ -256,23 +256,24 @@ def test_a_linear_that_no_backward_reached_keeps_the_highest_precision(
 
 
 @pytest.mark.parametrize(
-    ("job", "pins", "kept"),
+    ("job", "pin", "kept"),
     [
-        (FP8, (), FP8),
-        (BF16, (), BF16),
-        (FP8, ("*.8.*=fp4",), FP4),
-        (Option.parse("fp8-bf16-bf16"), (), BF16),
+        (FP8, None, FP8),
+        (BF16, None, BF16),
+        (FP8, FP4, FP4),
+        (Option.parse("fp8-bf16-bf16"), None, BF16),
     ],
 )
 def test_a_linear_that_no_backward_reached_runs_as_the_job_does(
-    job: Option, pins: tuple[str, ...], kept: Option
+    job: Option, pin: Option | None, kept: Option
 ) -> None:
     """Unless it is pinned, or the formats of the run do not have the job's option."""
     unseen = LinearStatistics("decoder.layers.8.mlp.linear_fc1", 0, 128, 128, 1.0)
     options = enumerate_options(("bf16", "fp8", "fp4"), "linear")
-    config = SnipConfig(formats="bf16,fp8,fp4", pins=pins)
+    config = SnipConfig(formats="bf16,fp8,fp4")
+    fixed = {} if pin is None else {unseen.name: Fixed(pin, Source.PIN)}
     rows = table(*two(), unseen)
-    found = divergence_table(rows, options, "fp4", config, job={unseen.name: job})
+    found = divergence_table(rows, options, "fp4", config, fixed=fixed, job={unseen.name: job})
     costs = planning_problem(found, target=0.5).linears[-1].options
     assert [name for name, cost in costs.items() if cost.quality_loss == 0.0] == [str(kept)]
 
