@@ -18,10 +18,14 @@ here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 source "$here/env.sh"
 
 usage() {
-  echo "usage: ${0##*/} [--dry-run] train [FLAGS...]" >&2
-  echo "       ${0##*/} [--dry-run] [--cpu] SCRIPT.py [FLAGS...]" >&2
-  exit 2
+  echo "usage: ${0##*/} [--dry-run] train [FLAGS...]"
+  echo "       ${0##*/} [--dry-run] [--cpu] SCRIPT.py [FLAGS...]"
 }
+
+if [ "${1:-}" = --help ] || [ "${1:-}" = -h ]; then
+  usage
+  exit 0
+fi
 
 dry_run=0
 if [ "${1:-}" = --dry-run ]; then
@@ -74,7 +78,10 @@ case $program in
       checkpoints+=(--exit-signal-handler --exit-signal SIGUSR1)
     fi
     ;;
-  *) usage ;;
+  *)
+    usage >&2
+    exit 2
+    ;;
 esac
 
 command=("$SNIP_PYTHON" -m torch.distributed.run --nproc-per-node "$SNIP_RANKS_PER_NODE")

@@ -21,6 +21,7 @@ from pydantic import (
 from megatron_snip.alert_thresholds import AlertThreshold, parse_thresholds
 from megatron_snip.errors import UsageError, naming_field
 from megatron_snip.files import checked
+from megatron_snip.flags import core_type
 from megatron_snip.formats import get_format, lowest_precision
 from megatron_snip.options import BF16, Granularity, Option, enumerate_options, formats_in
 from megatron_snip.plugins import load_plugins
@@ -53,11 +54,24 @@ class Section(BaseModel):
 
     @field_validator("*", mode="before")
     @classmethod
-    def _refuse_empty_path(cls, value: Any, info: ValidationInfo) -> Any:
+    def _refuse_bad_path(cls, value: Any, info: ValidationInfo) -> Any:
         """Refuse what a shell makes of a variable that is not set: '' would be this folder."""
         name = str(info.field_name)
-        if value == "" and _is_path(cls.model_fields[name].annotation):
-            raise UsageError("the path is empty; name one, or leave the setting out", field=name)
+        if isinstance(value, str) and _is_path(cls.model_fields[name].annotation):
+            if not value:
+                text = "the path is empty; name one, or leave the setting out"
+                raise UsageError(text, field=name)
+            if "\0" in value:
+                raise UsageError(f"a path cannot have a NUL in it, got {value!r}", field=name)
+        return value
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _refuse_truth_as_number(cls, value: Any, info: ValidationInfo) -> Any:
+        """Refuse YAML's true, yes and on where a number is wanted: pydantic takes them for 1."""
+        name = str(info.field_name)
+        if isinstance(value, bool) and core_type(cls.model_fields[name].annotation) in (int, float):
+            raise UsageError(f"must be a number, got {str(value).lower()}", field=name)
         return value
 
     @field_validator("*")

@@ -157,7 +157,7 @@ def clear_run(directory: Path, files: Iterable[Path], archive: bool) -> Path | N
     """
     assert (directory / MARKER).is_file(), "only a marked directory holds files of SNIP"
     names = (directory / f"previous-{number}" for number in count(1))
-    target = next(path for path in names if not path.exists())
+    target = next(path for path in names if not os.path.lexists(path))  # a link may lead nowhere
     for path in files:
         if archive:
             moved = target / path.relative_to(directory)

@@ -65,14 +65,18 @@ def lock_directory(directory: Path) -> Callable[[], None]:
                 is_unsure = _may_be_held(holder, _lock(descriptor))
             except OSError as error:
                 if error.errno not in (errno.EACCES, errno.EAGAIN):
-                    raise
+                    # `flock` names no file.
+                    raise OSError(error.errno, error.strerror, str(path)) from None
                 raise _in_use(path, holder) from None
             if is_unsure and _is_beating(path, holder):
                 raise _in_use(path, _holder(descriptor))
             if _is_at(path, descriptor):  # else it was removed after we opened it: try again
                 own = _this_process()
-                os.ftruncate(descriptor, os.pwrite(descriptor, own.encode(), 0))
-                os.fsync(descriptor)  # other hosts read it
+                try:
+                    os.ftruncate(descriptor, os.pwrite(descriptor, own.encode(), 0))
+                    os.fsync(descriptor)  # other hosts read it
+                except OSError as error:
+                    raise OSError(error.errno, error.strerror, str(path)) from None
                 if is_unsure:
                     time.sleep(SETTLE_S)  # another job may have watched the same holder
                     if (holder := _holder(descriptor)) != own:

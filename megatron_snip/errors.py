@@ -4,9 +4,10 @@ import difflib
 import errno
 import os
 import re
+import signal
 import traceback
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 LONGEST = 2000
 """Characters of an error that are shown."""
@@ -17,6 +18,12 @@ _OF_THE_MACHINE = {
     errno.ENOSPC: "free some space, or name another directory",
     errno.EDQUOT: "free some space, or name another directory",
     errno.EROFS: "name another directory",
+    errno.EIO: "the disk or the network file system has failed; name another directory",
+    errno.ESTALE: "the network file system has changed; start again, or name another directory",
+    errno.EISDIR: "remove that folder, or name another directory",
+    errno.ENOTDIR: "name another directory",
+    errno.EBUSY: "name another directory",
+    errno.ENOLCK: "the file system has no locks left; name another directory",
 }
 
 
@@ -102,6 +109,15 @@ def listing(names: Sequence[str], most: int = 6) -> str:
 def shortened(text: str, limit: int) -> str:
     """Return at most `limit` characters of a text."""
     return text if len(text) <= limit else text[: limit - 3] + "..."
+
+
+def exit_text(status: int) -> str:
+    """Return how a process ended, by its exit status, which a signal makes negative."""
+    if status >= 0:
+        return f"exit status {status}"
+    with suppress(ValueError):  # a real-time signal has no name
+        return signal.Signals(-status).name
+    return f"signal {-status}"
 
 
 def one_line(error: BaseException) -> str:

@@ -11,9 +11,9 @@ import os
 import re
 import secrets
 import stat
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, TypeVar, get_args, get_origin
 
 import yaml
 from pydantic import AfterValidator, Field, TypeAdapter, ValidationError
@@ -166,18 +166,19 @@ def _check_shape(text: str, source: str) -> None:
 class _UniqueKeys(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]
     """Refuses a key that is given twice, of which YAML would silently take the last.
 
-    Also a number of more characters than any double has: Python takes quadratic time to read an
-    integer (of base 60, too), and cannot write one of more than 4,300 digits.
+    Numbers are those of YAML 1.2. In PyYAML's 1.1, 0100 is 64, 0:0 is 0 (of base 60), 1e-4 is a
+    text and 2026-11-28 a date. A number of more characters than any double has is refused: Python
+    takes quadratic time to read an integer, and cannot write one of more than 4,300 digits.
     """
 
     def construct_number(self, node: yaml.ScalarNode) -> int | float:
         if len(node.value) > _MAX_NUMBER:
             text = f"a number has {len(node.value)} characters; at most {_MAX_NUMBER}"
             raise yaml.constructor.ConstructorError(None, None, text, node.start_mark)
-        is_float = node.tag.endswith(":float")
-        construct = super().construct_yaml_float if is_float else super().construct_yaml_int
-        number: int | float = construct(node)
-        return number
+        text = self.construct_scalar(node)
+        if node.tag.endswith(":int"):
+            return int(text, {"0o": 8, "0x": 16}.get(text[:2], 10))
+        return float(text.replace(".inf", "inf").replace(".nan", "nan"))
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen = set()
@@ -190,8 +191,24 @@ class _UniqueKeys(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignor
         return found
 
 
-for _kind in ("int", "float"):
-    _UniqueKeys.add_constructor(f"tag:yaml.org,2002:{_kind}", _UniqueKeys.construct_number)
+NUMBERS = {
+    "tag:yaml.org,2002:int": re.compile(r"^(?:[-+]?[0-9]+|0o[0-7]+|0x[0-9a-fA-F]+)$"),
+    "tag:yaml.org,2002:float": re.compile(
+        r"^(?:[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf|INF)"
+        r"|\.(nan|NaN|NAN))$"
+    ),
+}
+"""What is a number in YAML 1.2 (https://yaml.org/spec/1.2.2/#1032-tag-resolution)."""
+FIRST_OF_NUMBERS = list("-+.0123456789")
+
+_OLD_TAGS = (*NUMBERS, "tag:yaml.org,2002:timestamp")
+_UniqueKeys.yaml_implicit_resolvers = {
+    first: [resolver for resolver in resolvers if resolver[0] not in _OLD_TAGS]
+    for first, resolvers in _UniqueKeys.yaml_implicit_resolvers.items()
+}
+for _tag, _pattern in NUMBERS.items():
+    _UniqueKeys.add_implicit_resolver(_tag, _pattern, FIRST_OF_NUMBERS)
+    _UniqueKeys.add_constructor(_tag, _UniqueKeys.construct_number)
 
 
 def read_record(record: type[T], value: Any, source: str, version: int = 1) -> T:
@@ -224,7 +241,7 @@ def checked(record: type[T], value: Any, source: str) -> T:
     try:
         return TypeAdapter(record).validate_python(value)
     except ValidationError as error:
-        problem = first_problem(error, getattr(record, "model_fields", ()))
+        problem = first_problem(error, record)
         raise UsageError(f"{source}: {problem}{_linear_of(error, value)}") from None
     except UsageError as error:
         raise UsageError(f"{source}: {error}") from None
@@ -250,19 +267,34 @@ def _linear_of(error: ValidationError, value: Any) -> str:
     return ""
 
 
-def first_problem(error: ValidationError, known: Iterable[str] = ()) -> UsageError:
+def _names_at(record: Any, place: Sequence[str | int]) -> Iterable[str]:
+    """Return the names of the fields where a key of a record is, by the places above the key."""
+    for part in place[:-1]:
+        fields = getattr(record, "model_fields", {})
+        if part not in fields:  # an item of a list, or a key of a mapping
+            continue
+        record = fields[part].annotation
+        while get_args(record):  # Annotated, `| None`, a tuple's items, a mapping's values
+            record = next(
+                (each for each in get_args(record) if hasattr(each, "model_fields")),
+                get_args(record)[-1 if get_origin(record) is dict else 0],
+            )
+    return getattr(record, "model_fields", ())
+
+
+def first_problem(error: ValidationError, record: Any = None) -> UsageError:
     """Return the first problem that pydantic found, with its field.
 
     Args:
         error: what pydantic raised.
-        known: names of fields, to propose one in place of an unknown key.
+        record: the model, whose fields are proposed in place of an unknown key.
     """
     first = error.errors()[0]
     place = ".".join(str(part) for part in first["loc"])
     kind = first["type"]
     value = first["input"]
     if kind == "extra_forbidden":
-        hint = did_you_mean(place, known) if len(first["loc"]) == 1 else ""
+        hint = did_you_mean(str(first["loc"][-1]), _names_at(record, first["loc"]))
         return UsageError(f"unknown key {shortened(repr(place), 120)}{hint}")
     text = str(first["msg"]).replace("Input should be", "must be").partition(", unable to ")[0]
     text = re.sub(r" or (an )?instance of \w+", "", text)  # a class of ours
@@ -305,9 +337,12 @@ def write_atomic(path: Path, text: str) -> None:
             stream.flush()
             os.fsync(stream.fileno())
         os.replace(temporary, path)
-    except BaseException:
-        with contextlib.suppress(FileNotFoundError):
+    except BaseException as error:
+        with contextlib.suppress(OSError):
             os.unlink(temporary)
+        # An error of a write names no file, and one of the rename the temporary file.
+        if isinstance(error, OSError) and error.errno is not None:
+            raise OSError(error.errno, error.strerror, str(path)) from None
         raise
     with contextlib.suppress(OSError):  # makes the rename durable where directories can be opened
         descriptor = os.open(path.parent, os.O_RDONLY)

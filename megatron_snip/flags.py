@@ -51,7 +51,7 @@ def _add_flag(group: argparse._ArgumentGroup, field: FieldInfo, name: str, prefi
     default = field.get_default(call_default_factory=True)
     shown = ",".join(map(str, default)) if isinstance(default, tuple) else default
     text = " ".join((field.description or "").split()).replace("%", "%%")
-    kind = _core_type(field.annotation)
+    kind = core_type(field.annotation)
     how: dict[str, Any] = {"metavar": _metavar(kind)}  # pydantic converts and checks the text
     if kind is bool:
         how = {"action": argparse.BooleanOptionalAction}
@@ -64,10 +64,10 @@ def _add_flag(group: argparse._ArgumentGroup, field: FieldInfo, name: str, prefi
     )
 
 
-def _core_type(annotation: Any) -> Any:
+def core_type(annotation: Any) -> Any:
     """Strip Annotated and `| None`."""
     if typing.get_origin(annotation) in (typing.Annotated, typing.Union, types.UnionType):
-        return _core_type(typing.get_args(annotation)[0])
+        return core_type(typing.get_args(annotation)[0])
     return annotation
 
 

@@ -22,6 +22,7 @@ from rich.console import Console
 from rich.text import Text
 
 from megatron_snip.errors import printable
+from megatron_snip.files import FIRST_OF_NUMBERS, NUMBERS
 
 WIDTH = 100
 """Characters per line where the output is not a terminal."""
@@ -39,10 +40,11 @@ class _PlainConsole(Console):
         raise BrokenPipeError  # rich's own would exit with 1; `main` handles it for all commands
 
 
-def console() -> Console:
-    """Return a console for tables."""
-    width = min(shutil.get_terminal_size().columns, 2 * WIDTH) if sys.stdout.isatty() else WIDTH
-    return _PlainConsole(width=width, highlight=False, markup=False, emoji=False)
+def console(stderr: bool = False) -> Console:
+    """Return a console for tables, or for progress on stderr."""
+    stream = sys.stderr if stderr else sys.stdout
+    width = min(shutil.get_terminal_size().columns, 2 * WIDTH) if stream.isatty() else WIDTH
+    return _PlainConsole(width=width, highlight=False, markup=False, emoji=False, stderr=stderr)
 
 
 def yaml_text(value: Mapping[str, Any], comment: Sequence[str] = (), **style: Any) -> str:
@@ -66,6 +68,8 @@ class _Dumper(yaml.SafeDumper):
     """Writes only what a YAML reader accepts."""
 
 
+for _tag, _pattern in NUMBERS.items():  # a text that we would read as a number is quoted
+    _Dumper.add_implicit_resolver(_tag, _pattern, FIRST_OF_NUMBERS)
 _Dumper.add_representer(str, lambda dumper, text: dumper.represent_str(in_utf8(text)))
 
 

@@ -10,6 +10,7 @@ package declares it:
 
 import importlib
 import logging
+import os
 import sys
 from collections.abc import Iterable
 from importlib import metadata
@@ -41,13 +42,33 @@ def load_plugins(modules: Iterable[str] = ()) -> None:
         if name in _loaded:
             continue
         try:
-            importlib.import_module(name)
+            _import(name)
         except (Exception, SystemExit) as error:  # whatever the import of a stranger's module does
             if not isinstance(error, ModuleNotFoundError | SystemExit):  # a script named by mistake
                 log_failure(logger, f"importing {name}", error)
             text = f"cannot import '{name}': {type(error).__name__}: {one_line(error)}"
             raise UsageError(f"{text}; install it, or drop it", field="plugins") from error
         _loaded[name] = None
+
+
+def _import(name: str) -> None:
+    """Import a module; one that is found nowhere else may lie in the current directory.
+
+    Python looks there for `python -m` only. The ranks of a run and the command `megatron-snip` find
+    the same plugins so. The directory comes last: it hides no other module.
+    """
+    try:
+        importlib.import_module(name)
+        return
+    except ModuleNotFoundError as error:
+        if error.name != name.partition(".")[0] or os.getcwd() in sys.path:
+            raise
+    sys.path.append(os.getcwd())
+    try:
+        importlib.import_module(name)
+    except BaseException:
+        sys.path.remove(os.getcwd())
+        raise
 
 
 def loaded_plugins() -> tuple[str, ...]:

@@ -197,7 +197,7 @@ def _config(given: Mapping[str, Any]) -> SnipConfig:
     try:
         return SnipConfig(**_values(given))
     except ValidationError as error:
-        raise first_problem(error, SnipConfig.model_fields) from None
+        raise first_problem(error, SnipConfig) from None
 
 
 def _restricted(config: SnipConfig, rows: Sequence[FlagRow]) -> SnipConfig:

@@ -9,15 +9,17 @@ import argparse
 import contextlib
 import math
 import re
-from collections.abc import Iterable
+import time
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import torch
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from megatron_snip.cli.common import check_output, integer, new_table, positive, write_output
-from megatron_snip.errors import UsageError
+from megatron_snip.errors import SnipError, UsageError
 from megatron_snip.formats import FORMATS, get_format
-from megatron_snip.linears.calibrate import TimedShape, measure, this_setup
+from megatron_snip.linears.calibrate import MeasuredShape, TimedShape, measure, this_setup
 from megatron_snip.linears.te.machine import Machine, te_refusal, te_support, this_machine
 from megatron_snip.linears.te.recipe_table import RECIPES
 from megatron_snip.options import Option
@@ -45,6 +47,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     text = "formats to measure; those that Transformer Engine cannot run here are left out [all]"
     add("--formats", metavar="A,B,...", default=",".join(FORMATS), help=text)
     add("--seconds", metavar="S", type=positive, default=0.5, help="per GEMM and format [0.5]")
+    text = "most seconds to measure for; what is left then has no seconds in the table [600]"
+    add("--time-limit", metavar="S", type=positive, default=600.0, help=text)
     add("--output", metavar="TABLE.json", type=Path, required=True, help="where the table goes")
 
 
@@ -53,6 +57,7 @@ def run(args: argparse.Namespace) -> int:
 
     Raises:
         UsageError: for bad input, or if the table cannot be written.
+        SnipError: if nothing could be measured.
     """
     check_output(args.output, (args.config,), "table of seconds")
     shapes, tokens = _shapes(args)
@@ -63,7 +68,6 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError(f"--output: '{args.output}' is no file in a folder that exists")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     setup = this_setup(device)
-    on_cpu = CudaOnCpu() if device.type == "cpu" else contextlib.nullcontext()
     here = this_machine(with_te=True)
     machine = None if None in (here.capability, here.te_version) else here
     left_out: dict[str, str] = {}
@@ -73,21 +77,21 @@ def run(args: argparse.Namespace) -> int:
             sizes += [rows, columns]
         left_out = _refused(formats, machine, sizes)
         formats = [name for name in formats if name not in left_out]
-    linears = []
-    for names, (rows, columns) in shapes.items():
-        shape = TimedShape(rows, columns, tokens, "", ",".join(formats))
-        try:
-            with on_cpu:  # training on the CPU computes products of BF16 in FP32
-                found = measure(shape, machine, device, args.seconds)
-        except (MemoryError, RuntimeError) as error:
-            # torch's messages on any device: memory is short, or no memory is that large.
-            if "allocate" not in str(error) and "overflow" not in str(error):
-                raise
-            raise UsageError(
-                f"'{names}': {rows} x {columns} with {tokens} tokens does not fit into the memory "
-                f"of {setup['device']}"
-            ) from None
-        linears.append(found.model_copy(update={"names": names}))
+    timed = {
+        names: TimedShape(rows, columns, tokens, "", ",".join(formats))
+        for names, (rows, columns) in shapes.items()
+    }
+    found = _measured(timed, machine, device, args)
+    linears = [
+        measured.linear.model_copy(update={"names": names})
+        for names, measured in found.items()
+        if measured.linear is not None
+    ]
+    if not linears:
+        raise SnipError(
+            f"no option of any shape could be measured, so '{args.output}' was not written; "
+            "measure when nothing else runs on this machine, or give a longer --time-limit"
+        )
     table = CalibrationTable(**setup, tokens=tokens, linears=tuple(linears))
     write_output(args.output, table.model_dump_json(indent=1) + "\n")
     _print(table)
@@ -96,6 +100,57 @@ def run(args: argparse.Namespace) -> int:
     how = "simulated, which is never faster than bf16" if machine is None else "Transformer Engine"
     print(f"GEMMs: {how}\nwrote {args.output}")
     return 0
+
+
+def _measured(
+    shapes: Mapping[str, TimedShape],
+    machine: Machine | None,
+    device: torch.device,
+    args: argparse.Namespace,
+) -> dict[str, MeasuredShape]:
+    """Measure shapes by glob; print a line for each on stderr, and progress if that is a terminal.
+
+    Raises:
+        UsageError: if a shape does not fit into memory.
+    """
+    # Training on the CPU computes products of BF16 in FP32.
+    on_cpu = CudaOnCpu() if device.type == "cpu" else contextlib.nullcontext()
+    out = console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn())
+    found: dict[str, MeasuredShape] = {}
+    end = time.monotonic() + args.time_limit
+    with Progress(*columns, console=out, transient=True, disable=not out.is_terminal) as progress:
+        task = progress.add_task("measuring", total=len(shapes))
+        for number, (names, shape) in enumerate(shapes.items()):
+            size = f"{shape.out_features} x {shape.in_features}"
+            start = time.monotonic()
+            limit_s = (end - start) / (len(shapes) - number)
+
+            def tick(share: float, before: int = number) -> None:
+                progress.update(task, completed=before + share)
+
+            try:
+                with on_cpu:
+                    measured = measure(shape, machine, device, args.seconds, limit_s, tick)
+            except (MemoryError, RuntimeError) as error:
+                # torch's messages on any device: memory is short, or no memory is that large.
+                if "allocate" not in str(error) and "overflow" not in str(error):
+                    raise
+                raise UsageError(
+                    f"'{names}': {size} with {shape.tokens} tokens does not fit into the memory of "
+                    f"this machine's {device.type}"
+                ) from None
+            found[names] = measured
+            seconds = {} if measured.linear is None else measured.linear.seconds
+            out.print(
+                f"{number + 1} of {len(shapes)}: {names}, {size}: {len(seconds)} formats in "
+                f"{time.monotonic() - start:.1f} s",
+                soft_wrap=True,
+            )
+            for line in measured.problems():
+                out.print(f"  warning: {line}", soft_wrap=True)
+            tick(1.0)
+    return found
 
 
 def _refused(formats: list[str], machine: Machine, sizes: Iterable[int]) -> dict[str, str]:

@@ -6,15 +6,21 @@ module of the given command is imported, so `megatron-snip plan` never imports t
 """
 
 import argparse
+import contextlib
 import importlib
 import logging
+import re
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from megatron_snip.directory import MARKER
 from megatron_snip.errors import UsageError, did_you_mean
+from megatron_snip.files import read_yaml
+from megatron_snip.plugins import loaded_plugins
 from megatron_snip.version import __version__
 
 COMMANDS: dict[str, str] = {
@@ -85,7 +91,7 @@ def build_parser(chosen: str | None) -> argparse.ArgumentParser:
         epilog=EPILOG,
     )
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
-    text = "modules that add policies, formats or writers; it stands before COMMAND"
+    text = "modules that add policies, formats or writers"
     # For the help alone: `split_plugins` has taken it off the command line.
     parser.add_argument(PLUGINS_FLAG, metavar="A,B,...", help=text)
     subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
@@ -100,17 +106,27 @@ def build_parser(chosen: str | None) -> argparse.ArgumentParser:
 
 
 def split_plugins(words: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Return the modules that a leading `--plugins A,B` names, and the words after it.
+    """Return the modules that `--plugins A,B` names, and the words without it.
 
-    They are imported before a command's flags are known: a policy of theirs may be among these.
+    They are imported before a command's flags are known: a policy of theirs may be among these. The
+    flag may stand anywhere among the words of a command. Words after a script are the script's.
     """
-    flag, is_joined, names = (words[0] if words else "").partition("=")
-    if flag != PLUGINS_FLAG:
-        return [], list(words)
-    if not is_joined:
-        names = "".join(words[1:2])
-    left = words[1:] if is_joined else words[2:]
-    return [name.strip() for name in names.split(",") if name.strip()], list(left)
+    plugins: list[str] = []
+    others: list[str] = []
+    left = list(words)
+    while left:
+        word = left.pop(0)
+        flag, is_joined, names = word.partition("=")
+        is_of_command = not others or others[0] in COMMANDS
+        if word == "--" or not is_of_command:
+            return plugins, [*others, word, *left]
+        if flag != PLUGINS_FLAG:
+            others.append(word)
+            continue
+        if not is_joined and left:
+            names = left.pop(0)
+        plugins += [name.strip() for name in names.split(",") if name.strip()]
+    return plugins, others
 
 
 def run_command(words: Sequence[str]) -> int:
@@ -130,4 +146,28 @@ def run_command(words: Sequence[str]) -> int:
     logging.getLogger("megatron").setLevel(logging.WARNING)
     warnings.filterwarnings("ignore", module=r"megatron\.")
     args = build_parser(name).parse_args(words)
-    return int(load(args.command).run(args))
+    try:
+        return int(load(args.command).run(args))
+    except UsageError as error:
+        missing = plugins_of_runs(vars(args).values())
+        if not missing or not re.search("unknown (format|option|policy)", str(error)):
+            raise
+        names = ",".join(missing)
+        text = f"{error.message}; the run has plugins that are not loaded: add --plugins {names}"
+        raise UsageError(text, error.field) from None
+
+
+def plugins_of_runs(given: Iterable[object]) -> list[str]:
+    """Return the plugins that runs had and this process has not, by the runs' files and folders."""
+    missing: dict[str, None] = {}
+    for path in given:
+        if not isinstance(path, Path):
+            continue
+        for directory in (path, *path.absolute().parents[:2]):
+            if not (directory / MARKER).is_file():
+                continue
+            with contextlib.suppress(UsageError):
+                snip = read_yaml(directory / "config.yaml").get("snip")
+                names = snip.get("plugins") if isinstance(snip, dict) else None
+                missing |= dict.fromkeys(map(str, names if isinstance(names, list) else ()))
+    return [name for name in missing if name not in loaded_plugins()]

@@ -9,12 +9,11 @@ import importlib
 import json
 import logging
 import os
-import signal
 from collections.abc import Sequence
 from importlib.util import find_spec
 
 from megatron_snip.cli.common import new_table
-from megatron_snip.errors import one_line
+from megatron_snip.errors import exit_text, one_line
 from megatron_snip.output import console
 from megatron_snip.version import versions
 
@@ -98,7 +97,7 @@ def _in_child(packages: Sequence[str]) -> tuple[list[str], str]:
     with open(reader, encoding="utf-8") as lines:
         answers = lines.read().splitlines()
     code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    return answers, signal.Signals(-code).name if code < 0 else f"exit status {code}"
+    return answers, exit_text(code)
 
 
 def import_error(module: str) -> str | None:

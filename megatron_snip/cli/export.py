@@ -170,6 +170,8 @@ def run(args: argparse.Namespace) -> int:
         if getattr(args, flag) not in (None, False):
             raise UsageError(f"{flag_name('', flag)} is for --to te-precision; leave it out")
     if args.to == "yaml":
+        if args.nearest:
+            raise UsageError("--nearest is for programs that lack an option; --to yaml lacks none")
         options = {name: str(option) for name, option in plan.linears.items()}
         text = yaml_text(options, [about])
     else:

@@ -16,11 +16,12 @@ from pydantic import ValidationError
 from rich.table import Table
 
 from megatron_snip.cli.common import check_output, integer, new_table, write_output
-from megatron_snip.config import EfficiencyMeasure, PipelineBalance
+from megatron_snip.config import EfficiencyMeasure, PipelineBalance, SnipConfig
 from megatron_snip.errors import InfeasiblePlanError, UsageError, naming_field
 from megatron_snip.files import first_problem
 from megatron_snip.flags import flag_name
-from megatron_snip.options import BF16
+from megatron_snip.formats import lowest_precision
+from megatron_snip.options import BF16, Granularity, enumerate_options, formats_in
 from megatron_snip.output import console
 from megatron_snip.planning.calibration import read_calibration, with_seconds
 from megatron_snip.planning.plan import PrecisionPlan, read_plan
@@ -82,6 +83,11 @@ def add_planning_flags(parser: argparse.ArgumentParser) -> None:
     add("--cost", choices=get_args(EfficiencyMeasure), help=text)
     text = "seconds for --cost time, from 'megatron-snip calibrate'"
     add("--calibration", metavar="TABLE.json", type=Path, help=text)
+    text = (
+        "linear: one format a linear. gemm: one for each GEMM, by the statistics of the refresh, "
+        "which lie in the run's divergences/ [the problem's options]"
+    )
+    add("--granularity", choices=get_args(Granularity), help=text)
     add = parser.add_argument_group("solver").add_argument
     add("--policy", metavar="NAME", help=f"{', '.join(policy_names())} [snip]")
     add("--time-limit", metavar="S", dest="time_limit_s", help="most seconds to solve a plan [30]")
@@ -156,12 +162,77 @@ def inputs_from(args: argparse.Namespace) -> tuple[PlanningProblem, PlanSettings
         raise UsageError(text) from None
     get_policy(settings.policy)  # an unknown name is an error before any file is read
     problem = read_problem(args.problem)
+    if args.granularity == "gemm":
+        problem = _by_gemm(problem, args.problem)
+    elif args.granularity == "linear":
+        problem = _by_linear(problem)
     pins = (*settings.pins, *_edge_pins(problem, args))
     pins = (*pins, *_pins_of_the_run(problem, pins))
     if args.calibration is not None:
         table = read_calibration(args.calibration)
         problem = with_seconds(_with_pinned_bf16(problem, pins), table)
     return problem, settings.model_copy(update={"pins": pins})
+
+
+def _by_linear(problem: PlanningProblem) -> PlanningProblem:
+    """Return the problem with those options that have one format."""
+
+    def uniform(row: LinearChoices) -> dict[str, OptionCost]:
+        found = {k: v for k, v in row.options.items() if len(set(parse_option(k).formats)) == 1}
+        if not found:
+            raise UsageError(f"--granularity linear: '{row.name}' has no option of one format")
+        return found
+
+    return problem.with_options(uniform)
+
+
+def _by_gemm(problem: PlanningProblem, path: Path) -> PlanningProblem:
+    """Return the problem with an option for each choice of formats of the three GEMMs.
+
+    The quality losses come from the statistics of the same refresh, as in a run with
+    `--snip-granularity gemm`. A linear gets the formats of its own options.
+
+    Raises:
+        UsageError: if the run has no statistics of the refresh, or those of another model.
+    """
+    # Not at the top: they import torch.
+    from megatron_snip.divergence.quality_loss import (
+        divergence_table,
+        planning_problem,
+        read_statistics,
+    )
+    from megatron_snip.reporting.run_record import read_snip_settings
+
+    directory = path.absolute().parent.parent
+    file = directory / "divergences" / path.name
+    if not file.is_file():
+        raise UsageError(
+            f"--granularity gemm needs what the refresh measured, '{file}'; name the problem in "
+            "its run's directory"
+        )
+    statistics = read_statistics(file)
+    if [linear.name for linear in statistics.linears] != list(problem.names):
+        raise UsageError(f"--granularity gemm: '{file}' is of other linears than '{path}'")
+    formats_of = {row.name: set(formats_in(row.options)) for row in problem.linears}
+    formats = formats_in(dict.fromkeys(option for row in problem.linears for option in row.options))
+    options = enumerate_options(formats, "gemm")
+    refusals = {}
+    for option in options:
+        unable = [name for name, own in formats_of.items() if not own.issuperset(option.formats)]
+        refusals[option] = dict.fromkeys(unable, "its problem has no such format")
+    settings = read_snip_settings(directory) or SnipConfig()
+    pins = tuple(f"{glob}={option}" for glob, option in problem.pins)
+    settings = settings.model_copy(update={"pins": pins})
+    lowest = lowest_precision(formats).name
+    table = divergence_table(statistics, options, lowest, settings, refusals)
+    measured = {row.name: row.options for row in planning_problem(table, problem.target).linears}
+    unable = {str(option): names for option, names in refusals.items()}
+
+    def of_linear(row: LinearChoices) -> dict[str, OptionCost]:
+        found = measured[row.name]
+        return {text: cost for text, cost in found.items() if row.name not in unable[text]}
+
+    return problem.with_options(of_linear)
 
 
 def _edge_pins(problem: PlanningProblem, args: argparse.Namespace) -> Iterator[tuple[str, str]]:
@@ -176,6 +247,10 @@ def _edge_pins(problem: PlanningProblem, args: argparse.Namespace) -> Iterator[t
         if edge is None:
             continue
         count, option = edge
+        most = max(map(len, layers_of.values()))
+        if count > most:
+            flag = "--last-layers" if is_last else "--first-layers"
+            raise UsageError(f"{flag}: got {count}; the largest block has {most} layers")
         for block in sorted(layers_of):
             for layer in sorted(layers_of[block], reverse=is_last)[:count]:
                 yield f"{block}.layers.{layer}.*", option

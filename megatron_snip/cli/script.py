@@ -125,12 +125,15 @@ def run_script(script: Path) -> int:
         _explain_import(script, error)
         raise
     except AssertionError as error:
-        if "requires CUDA" in str(error):  # in Megatron's initialization, before its flags are read
+        if "requires CUDA" not in str(error):
+            raise
+        # In Megatron's initialization, before its flags are read; its traceback adds nothing.
+        if os.environ.get("RANK", "0") == "0":
             _print_error(
                 f"this machine has no GPU; to run without one, {CPU_FLAG} comes before the script: "
                 f"-m megatron_snip {CPU_FLAG} {script} ..."
             )
-        raise
+        raise SystemExit(2) from None
     except SystemExit as end:
         flags_were_refused = end.code == 2
         if not _explain_unreached(script) and flags_were_refused and CPU_FLAG in sys.argv:

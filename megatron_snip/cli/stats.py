@@ -50,12 +50,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--sort", choices=("model", *COLUMNS), default="model", help=text)
     add("--health", action="store_true", help="the worst linears by each measure of health")
-    add(
-        "--csv",
-        action="store_true",
-        help="all values of each measure of health as CSV, worst first",
-    )
-    add("--json", action="store_true", help="print the file that is read, only")
+    form = parser.add_mutually_exclusive_group().add_argument
+    text = "all values of each measure of health as CSV, worst first"
+    form("--csv", action="store_true", help=text)
+    form("--json", action="store_true", help="print the file that is read, only")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -8,6 +8,7 @@ from pathlib import Path
 from megatron_snip.cli.common import integer
 from megatron_snip.config import SnipConfig
 from megatron_snip.errors import UnsupportedError, UsageError
+from megatron_snip.files import read_yaml
 from megatron_snip.flags import add_flags, flag_name, given_values
 from megatron_snip.log import warn_once_per_job
 from megatron_snip.trainer.config import TrainConfig, TrainFields, check_ranks, load_train_config
@@ -77,7 +78,16 @@ def read_settings(args: argparse.Namespace) -> TrainConfig:
     """
     values = given_values(args, TrainFields)
     snip = given_values(args, SnipConfig, "snip-")
-    return load_train_config(args.config, values, snip, args.snip_config)
+    try:
+        return load_train_config(args.config, values, snip, args.snip_config)
+    except UsageError as error:
+        if args.config is None:
+            raise
+        keys = read_yaml(args.config).keys() - TrainConfig.model_fields.keys()
+        if not keys & SnipConfig.model_fields.keys():
+            raise
+        text = f"'{args.config}' has settings of SNIP's; name it with --snip-config"
+        raise UsageError(f"{text}, or put them below 'snip:' ({error})") from None
 
 
 def ignored_flags(args: argparse.Namespace, config: TrainConfig) -> list[str]:

@@ -55,11 +55,13 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 from megatron_snip.config import LossDivergence, SnipConfig
-from megatron_snip.files import without_nan
+from megatron_snip.errors import UsageError
+from megatron_snip.files import read_json, without_nan
 from megatron_snip.log import warn_once
 from megatron_snip.options import BF16, Option
 from megatron_snip.planning.problem import (
@@ -69,7 +71,11 @@ from megatron_snip.planning.problem import (
     norms_score,
 )
 from megatron_snip.planning.restrictions import Refusals
-from megatron_snip.statistics.records import LinearStatistics, StatisticsTable
+from megatron_snip.statistics.records import (
+    SCHEMA_VERSION,
+    LinearStatistics,
+    StatisticsTable,
+)
 from megatron_snip.topology import LinearInfo
 from megatron_snip.types import GEMM_OPERANDS, Gemm, Operand
 
@@ -270,6 +276,25 @@ def divergences_dict(table: DivergenceTable) -> dict[str, Any]:
     head = {"version": 2, "iteration": measured.iteration, "loss": measured.loss}
     found: dict[str, Any] = without_nan({**head, "linears": linears})
     return found
+
+
+def read_statistics(path: Path) -> StatisticsTable:
+    """Read the statistics behind divergences/<iteration>.json.
+
+    Raises:
+        UsageError: if the file is missing, not JSON, or has no statistics; one line.
+    """
+    source = f"divergences file '{path}'"
+    value = read_json(path, "divergences file")
+    try:
+        linears = [linear["statistics"] for linear in value["linears"]]
+        table = {"iteration": value["iteration"], "loss": value["loss"], "linears": linears}
+    except (KeyError, TypeError):
+        raise UsageError(f"{source} has no statistics of its linears") from None
+    try:
+        return StatisticsTable.from_dict({"version": SCHEMA_VERSION, **table})
+    except UsageError as error:
+        raise UsageError(f"{source}: {error}") from None
 
 
 def loss_divergence(linear: LinearStatistics, option: Option, estimator: LossDivergence) -> float:

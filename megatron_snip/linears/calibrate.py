@@ -1,23 +1,27 @@
 """Seconds of a linear's GEMMs on this machine, simulated or under Transformer Engine.
 
 For `--snip-cost time`, `timed_options` reads the table of `--snip-calibration` on rank 0, or
-measures every distinct shape of the model once. A linear is timed forward and backward (the least
-of several runs), with quantization (and a fused norm of Transformer Engine) and without
-communication:
+measures every distinct shape of the model once. A linear is timed forward and backward, with
+quantization (and a fused norm of Transformer Engine) and without communication:
 
     fprop = forward       dgrad = with dX - forward       wgrad = with dX and dW - with dX
 
 The first two are timed with a frozen weight: its forward quantizes X for fprop alone, and not for
-wgrad as well.
+wgrad as well. The runs of all options alternate, so that other work on the machine slows all of
+them, and the least time of each counts. Every second run gives a second value: where the two halves
+of the runs disagree, other work has changed the result. An option gets no seconds if one of its
+differences is not above 0 in the runs or in one of their halves.
 
 What an option with several formats takes beside its GEMMs (`mixed_s`) is measured too: the median
 of its time less its GEMMs' times, over the options that the linear can run.
 """
 
+import contextlib
 import hashlib
 import importlib
 import json
 import logging
+import math
 import platform
 import statistics
 import time
@@ -58,11 +62,20 @@ from megatron_snip.version import PACKAGES, installed_version
 
 logger = logging.getLogger(__name__)
 
+MIN_RUNS = 4
+"""Least number of runs of an option: two for each half."""
+
 MAX_RUNS = 200
-"""Largest number of runs of a linear; slow linears stop earlier, at the limit of seconds."""
+"""Largest number of runs of an option; slow ones stop earlier, at the limit of seconds."""
+
+MAX_SPREAD = 0.5
+"""Relative difference of the two halves' seconds above which a GEMM is reported as unsteady."""
 
 AUTO_BUDGET_S = 0.05
 """Seconds that `auto` spends on each time that it reports."""
+
+AUTO_LIMIT_S = 120.0
+"""Most seconds that `auto` takes for all shapes."""
 
 
 class TimedShape(NamedTuple):
@@ -84,6 +97,30 @@ class TimedShape(NamedTuple):
     options: str
 
 
+class MeasuredShape(NamedTuple):
+    """The seconds of a shape, and what is wrong with them.
+
+    Attributes:
+        linear: the seconds of the options that could be measured; None if there are none.
+        refused: {option: why it has no seconds}.
+        unsteady: {option: the largest spread of its GEMMs}, where that is above `MAX_SPREAD`.
+    """
+
+    linear: CalibratedLinear | None
+    refused: dict[str, str]
+    unsteady: dict[str, float]
+
+    def problems(self) -> list[str]:
+        """Return one line for each option that has no seconds or unsteady ones."""
+        lines = [f"{option} has no seconds: {why}" for option, why in self.refused.items()]
+        for option, spread in self.unsteady.items():
+            lines.append(
+                f"{option} is unsteady: two halves of the runs differ by {spread:.0%}; measure "
+                "again when nothing else runs on this machine"
+            )
+        return lines
+
+
 TimedLinear = tuple[Callable[[], Tensor], Tensor]
 """A linear's forward on some input, and its weight."""
 
@@ -93,7 +130,8 @@ def timed_options(
 ) -> AvailableOptions:
     """All ranks: return the options with their seconds, for --snip-cost time.
 
-    No linear gets an option that is not faster than BF16, unless a pin demands it.
+    No linear gets an option that is not faster than BF16, or that `auto` could not measure, unless
+    a pin demands it.
 
     Args:
         available: what the linears can run.
@@ -129,9 +167,12 @@ def timed_options(
             name = linear.name
             if name in refused:
                 continue
+            is_pinned = any(glob_matches(name, glob) for glob in pins)
+            if config.calibration == Path(AUTO) and not is_pinned and not table.has(name, option):
+                refused[name] = "its seconds could not be measured"
+                continue
             saving_s = table.seconds(name, 1.0, BF16) - table.seconds(name, 1.0, option)
             largest_saving_s = max(largest_saving_s, saving_s)
-            is_pinned = any(glob_matches(name, glob) for glob in pins)
             if saving_s <= 0.0 and option != BF16 and not is_pinned:
                 refused[name] = "it is not faster than bf16"
         refusals[option] = refused
@@ -191,15 +232,37 @@ def _cached(
     device = torch.device("cuda")
     here = this_setup(device, shapes=digest)
     if cache is not None and cache.is_file():
-        table = read_calibration(cache)
-        there = table.model_dump(include=set(here))
-        if {**there, "date": here["date"]} == here:  # all but the date
-            return table
+        with contextlib.suppress(UsageError):  # a damaged table is measured again
+            table = read_calibration(cache)
+            there = table.model_dump(include=set(here))
+            if {**there, "date": here["date"]} == here:  # all but the date
+                return table
     state = TrainingStateSnapshot(())  # the random number generators: measuring draws numbers
-    found = {s: measure(s, machine, device, AUTO_BUDGET_S) for s in set(shapes.values())}
+    found = {}
+    end = time.perf_counter() + AUTO_LIMIT_S
+    left = list(dict.fromkeys(shapes.values()))
+    while left:
+        shape = left[0]
+        limit_s = (end - time.perf_counter()) / len(left)
+        found[shape] = measure(shape, machine, device, AUTO_BUDGET_S, limit_s)
+        del left[0]
     state.restore()
     logger.info("snip: measured the seconds of %d shapes of linears", len(found))
-    linears = [found[shape].model_copy(update={"names": glob}) for glob, shape in shapes.items()]
+    linears = []
+    for glob, shape in shapes.items():
+        measured = found[shape]
+        for line in measured.problems():
+            logger.warning("snip: %s, %d x %d: %s", glob, *shape[:2], line)
+        # Savings count from BF16. No table is written, so the next start measures again.
+        if measured.linear is None or str(BF16) in measured.refused:
+            why = measured.refused.get(str(BF16), "no option could be measured")
+            raise UsageError(
+                f"the seconds of '{glob}' in bf16 could not be measured: {why}. Start again when "
+                "nothing else runs there, give a table of 'megatron-snip calibrate', or use "
+                "--snip-cost flops",
+                "calibration",
+            )
+        linears.append(measured.linear.model_copy(update={"names": glob}))
     table = CalibrationTable(**here, tokens=1, linears=tuple(linears))
     if cache is not None:
         write_atomic(cache, table.model_dump_json(indent=1) + "\n")
@@ -217,8 +280,13 @@ def this_setup(device: torch.device, **versions: str) -> dict[str, Any]:
 
 
 def measure(
-    shape: TimedShape, machine: Machine | None, device: torch.device, budget_s: float
-) -> CalibratedLinear:
+    shape: TimedShape,
+    machine: Machine | None,
+    device: torch.device,
+    budget_s: float,
+    limit_s: float = math.inf,
+    progress: Callable[[float], object] = lambda share: None,
+) -> MeasuredShape:
     """Time a linear under every option of a shape; see the file's description.
 
     Args:
@@ -226,48 +294,114 @@ def measure(
         machine: gives the recipes of Transformer Engine; None simulates.
         device: where to run.
         budget_s: seconds to spend on each time.
+        limit_s: most seconds to spend on the shape; the last run may end a little later.
+        progress: called with the share of the work that is done, from 0 to 1.
 
     Raises:
         RuntimeError: if memory is short.
     """
+    end = time.perf_counter() + limit_s
     x = torch.randn(shape.tokens, shape.in_features).bfloat16().to(device).requires_grad_()
     g = torch.randn(shape.tokens, shape.out_features).bfloat16().to(device)
 
-    def gemm_times(option: Option) -> tuple[float, float, float]:
-        """Return the seconds of fprop, dgrad and wgrad."""
-        make = simulated_linear if machine is None else partial(te_linear, machine)
-        forward, weight = make(shape, option, x)
+    def timed(call: Callable[[], object]) -> float:
+        start = time.perf_counter()
+        call()
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        return time.perf_counter() - start
+
+    def run(forward: Callable[[], Tensor], weight: Tensor) -> tuple[float, float, float]:
+        """Return the seconds of the forward, with dX, and with dX and dW."""
 
         def both() -> None:
             inputs = [x, weight] if weight.requires_grad else [x]
             torch.autograd.grad(forward(), inputs, g)
 
-        total = least_s(both, device, budget_s)
+        weight.requires_grad_(True)
+        with_wgrad = timed(both)
         weight.requires_grad_(False)
-        fprop = least_s(forward, device, budget_s)
-        with_dgrad = least_s(both, device, budget_s)
-        return fprop, with_dgrad - fprop, total - with_dgrad
+        return timed(forward), timed(both), with_wgrad
+
+    options = list(map(Option.parse, shape.options.split(",")))
+    make = simulated_linear if machine is None else partial(te_linear, machine)
+    linears: dict[Option, TimedLinear] = {}
+    runs: dict[Option, list[tuple[float, float, float]]] = {option: [] for option in options}
+    left = options
+    while left and time.perf_counter() < end:
+        for option in left:
+            if option not in linears:
+                forward, weight = make(shape, option, x)
+                if linears:  # one weight for all options: a model's largest takes gigabytes
+                    weight.data = next(iter(linears.values()))[1].data
+                linears[option] = (forward, weight)
+                run(forward, weight)  # compiles and warms up
+            if time.perf_counter() < end:
+                runs[option].append(run(*linears[option]))
+        wanted = 3 * budget_s  # a run has three times
+        shares = [min(1.0, sum(map(sum, runs[option])) / wanted) for option in options]
+        progress(min(1.0, statistics.mean(shares)))
+        left = [
+            option
+            for option, share in zip(options, shares, strict=True)
+            if len(runs[option]) < MIN_RUNS or (share < 1.0 and len(runs[option]) < MAX_RUNS)
+        ]
+    return _measured(shape, runs)
+
+
+def _measured(
+    shape: TimedShape, runs: Mapping[Option, Sequence[tuple[float, float, float]]]
+) -> MeasuredShape:
+    """Return the seconds of the GEMMs: the least of the runs, where their halves agree."""
+
+    def gemms(of_runs: Sequence[tuple[float, float, float]]) -> tuple[float, float, float]:
+        forward, with_dgrad, with_wgrad = map(min, zip(*of_runs, strict=True))
+        return forward, with_dgrad - forward, with_wgrad - with_dgrad
 
     seconds: dict[str, dict[str, float]] = {}
-    mixed = [0.0]
-    options = map(Option.parse, shape.options.split(","))
+    refused: dict[str, str] = {}
+    unsteady: dict[str, float] = {}
+    mixed: list[float] = []
     # Uniform options first: a mixed one is compared with them.
-    for option in sorted(options, key=lambda one: len(set(one.formats))):
-        parts = gemm_times(option)
-        if len(set(option.formats)) == 1:
-            gemms = zip(Gemm, parts, strict=True)
-            seconds[option.fprop] = {gemm.value: max(part, 1e-9) for gemm, part in gemms}
-        else:
-            of_gemms = sum(seconds[option[gemm]][gemm.value] for gemm in Gemm)
-            mixed.append(sum(parts) - of_gemms)
-    return CalibratedLinear(
+    for option in sorted(runs, key=lambda one: len(set(one.formats))):
+        name = str(option)
+        if len(runs[option]) < MIN_RUNS:
+            refused[name] = f"the time limit left it {len(runs[option])} of {MIN_RUNS} runs"
+            continue
+        parts = gemms(runs[option])
+        if len(set(option.formats)) > 1:
+            if set(option.formats) <= seconds.keys():
+                of_gemms = sum(seconds[option[gemm]][gemm.value] for gemm in Gemm)
+                mixed.append(sum(parts) - of_gemms)
+            continue
+        halves = [gemms(runs[option][start::2]) for start in (0, 1)]
+        spread = 0.0
+        for gemm, part, first, second in zip(Gemm, parts, *halves, strict=True):
+            least = min(part, first, second)
+            if least <= 0.0:
+                refused[name] = (
+                    f"{gemm.value} came out at {1e3 * least:.3g} ms: other work on the machine "
+                    "takes longer than it"
+                )
+                break
+            spread = max(spread, abs(first - second) / part)
+        if name in refused:
+            continue
+        seconds[name] = {gemm.value: part for gemm, part in zip(Gemm, parts, strict=True)}
+        if spread > MAX_SPREAD:
+            unsteady[name] = spread
+    if not seconds:
+        return MeasuredShape(None, refused, unsteady)
+    linear = CalibratedLinear(
         names="*",
         out_features=shape.out_features,
         in_features=shape.in_features,
         seconds=seconds,
         tokens=shape.tokens,
-        mixed_s=max(0.0, statistics.median(mixed[1:] or mixed)),
+        # An option of several formats takes no less than its GEMMs: below 0 is noise.
+        mixed_s=max(0.0, statistics.median(mixed or [0.0])),
     )
+    return MeasuredShape(linear, refused, unsteady)
 
 
 def te_linear(machine: Machine, shape: TimedShape, option: Option, x: Tensor) -> TimedLinear:
@@ -303,18 +437,3 @@ def simulated_linear(shape: TimedShape, option: Option, x: Tensor) -> TimedLinea
     scale = delayed_scale if is_delayed(option.fprop) else None
     call = LinearCall(option, lambda: stream, delayed_scale=scale)
     return partial(quantized_linear, x, weight, None, call), weight
-
-
-def least_s(call: Callable[[], object], device: torch.device, budget_s: float) -> float:
-    """Return the least time of a call: other work on the machine only adds to it."""
-
-    def timed() -> float:
-        start = time.perf_counter()
-        call()
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-        return time.perf_counter() - start
-
-    timed()  # compiles and warms up
-    runs = max(3, min(MAX_RUNS, int(budget_s / max(timed(), 1e-9))))
-    return min(timed() for _ in range(runs))

@@ -31,8 +31,9 @@ from megatron_snip.planning.problem import STRICT, LinearChoices, OptionCost, Pl
 from megatron_snip.types import Gemm, glob_matches
 
 _Count = Annotated[int, Field(ge=1, le=10**15)]
-# Sums and products of seconds must stay far from a double's overflow.
-_Seconds = Annotated[float, Field(gt=0.0, le=1e9)]
+# Sums and products of seconds must stay far from a double's overflow. Up to 0.2.0, 1e-9 stood for
+# what could not be measured.
+_Seconds = Annotated[float, Field(gt=1e-9, le=1e9)]
 
 
 class CalibratedLinear(BaseModel):
@@ -80,6 +81,15 @@ class CalibrationTable(BaseModel):
     tokens: _Count
     linears: Annotated[tuple[CalibratedLinear, ...], Field(min_length=1, strict=False)]
 
+    def has(self, linear: str, option: Option) -> bool:
+        """Whether there are seconds for all GEMMs of a linear under an option."""
+        entry = self._entry(linear)
+        return entry is not None and set(option.formats) <= entry.seconds.keys()
+
+    def _entry(self, linear: str) -> CalibratedLinear | None:
+        matching = (each for each in self.linears if glob_matches(linear, each.names))
+        return next(matching, None)
+
     def seconds(self, linear: str, flops: float, option: Option) -> float:
         """Return the time of a linear's three GEMMs under an option.
 
@@ -91,8 +101,7 @@ class CalibrationTable(BaseModel):
         Raises:
             UsageError: if no entry matches the linear or a format was not measured.
         """
-        matching = (each for each in self.linears if glob_matches(linear, each.names))
-        entry = next(matching, None)
+        entry = self._entry(linear)
         if entry is None or not set(option.formats) <= entry.seconds.keys():
             raise UsageError(
                 f"the calibration table has no seconds for '{option}' of '{linear}'; measure them "

@@ -40,7 +40,14 @@ from typing import Any
 from pydantic import BaseModel
 
 import megatron_snip
-from megatron_snip.errors import InfeasiblePlanError, PlanningError, UsageError
+from megatron_snip.errors import (
+    InfeasiblePlanError,
+    PlanningError,
+    UsageError,
+    exit_text,
+    known_failure,
+    shortened,
+)
 from megatron_snip.log import log_failure
 from megatron_snip.planning.plan import PrecisionPlan
 from megatron_snip.planning.planner import make_plan
@@ -227,9 +234,11 @@ def _exchange(
             child.stdin.flush()
             reply = child.stdout.readline()
         if not reply.endswith("\n"):
-            _kill(child)
-            text = f"the solver process ended without an answer (status {child.returncode})"
-            raise PlanningError(text)
+            # Its output ends a little before it does; a kill would replace its own exit status.
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                child.wait(_REAP_S)
+            how = "it is stopped" if child.returncode is None else exit_text(child.returncode)
+            raise PlanningError(f"the solver process ended without an answer ({how})")
         future.set_result(request.plan_of(reply))
     except (InfeasiblePlanError, UsageError) as error:
         future.set_exception(error)
@@ -273,11 +282,31 @@ def serve(parent: int, folders: Sequence[str], plugins: Sequence[str]) -> None:
     threading.Thread(target=_exit_with_parent, args=(parent,), daemon=True).start()
     sys.path += folders
     load_plugins(plugins)
-    import ortools.sat.python.cp_model  # noqa: F401  # now, so that the first solve does not wait
+    broken = _broken_solver()
+    if broken is None:
+        import ortools.sat.python.cp_model  # noqa: F401  # so that the first solve does not wait
+    else:
+        # Many plans are proven optimal without it. `megatron-snip plan` makes them, and so does
+        # this process.
+        logger.warning("snip: %s; a plan that needs it will fail. Install ortools again", broken)
 
     for line in sys.stdin:
         replies.write(answer(line))
         replies.flush()
+
+
+def _broken_solver() -> str | None:
+    """In the child: return why OR-Tools cannot be imported; None if it can.
+
+    A process of its own imports it first, because a broken library may end the process.
+    """
+    words = [sys.executable, "-P", "-c", "import ortools.sat.python.cp_model"]
+    done = subprocess.run(words, stdin=subprocess.DEVNULL, capture_output=True, text=True)
+    if done.returncode == 0:
+        return None
+    reason = (done.stderr.strip().splitlines() or [""])[-1]
+    ended = f"importing OR-Tools ends with {exit_text(done.returncode)}"
+    return f"{ended}: {shortened(reason, 300)}" if reason else ended
 
 
 def answer(line: str) -> str:
@@ -291,7 +320,8 @@ def answer(line: str) -> str:
         reply = {"error": PlanningError.__name__, "message": "the solver process is out of memory"}
     except Exception as error:  # every failure is reported, and training goes on
         log_failure(logger, "solving", error)
-        reply = {"error": type(error).__name__, "message": str(error)}
+        message = known_failure(error) or str(error)
+        reply = {"error": type(error).__name__, "message": message}
     return json.dumps(reply) + "\n"
 
 

@@ -410,6 +410,13 @@ def _snip_config(config: dict[str, Any]) -> SnipConfig | None:
     return None
 
 
+def read_snip_settings(directory: Path) -> SnipConfig | None:
+    """Return SNIP's settings of the run in a directory; None without any that can be read."""
+    with contextlib.suppress(UsageError):
+        return _snip_config(read_yaml(directory / "config.yaml"))
+    return None
+
+
 def plan_spans(path: Path, metrics: MetricRows) -> tuple[PlanSpan, ...]:
     """Return the plans of the run in a directory, in order.
 

@@ -52,6 +52,8 @@ def test_every_figure_is_drawn_and_wide_enough_to_read(
         drawn = shot.crop((round(x), round(y), right, round(y + box_height)))
         assert colors(drawn) >= 4  # ground, text, lines, something shown
     assert browser.complaints() == []
+    hints = "[...document.querySelectorAll('.hint')].filter(h => h.offsetHeight > 0).length"
+    assert browser.evaluate(hints) == (7 if screen == "phone" else 0)
 
 
 def test_the_page_loads_nothing_from_the_network_and_runs_no_script(

@@ -53,7 +53,10 @@ COMMANDS: dict[str, tuple[str, ...]] = {
     "run/metrics.jsonl": ("report {run} --output {new}",),
     "run/versions.json": ("report {run} --output {new}",),
     "run/problems/11.json": ("plan {file}", "import {yaml} {out}"),
-    "run/divergences/11.json": ("stats {run} --iteration 11",),
+    "run/divergences/11.json": (
+        "stats {run} --iteration 11",
+        "plan {run}/problems/11.json --granularity gemm",
+    ),
     "run/health/11.json": ("stats {run} --iteration 11 --health", "stats {run} --csv"),
     "run/plans/11.json": (
         "export {file} --to yaml --output {new}",
@@ -93,12 +96,14 @@ def cases() -> Iterator[tuple[str, str]]:
 
 
 @pytest.mark.parametrize(("name", "words"), [pytest.param(*case, id=case[1]) for case in cases()])
-def test_an_answer_is_one_line_or_success(name: str, words: str, folder: Path) -> None:
+def test_an_answer_is_one_line_or_success(
+    name: str, words: str, folder: Path, tmp_path: Path
+) -> None:
     path = folder / name
     good = path.read_bytes()
     places = {"run": folder / "run", "save": folder / "save", "file": path}
-    places |= {"yaml": folder / "precision.yaml", "new": folder / "new"}
-    out = f"--problem {path} --output {folder / 'new'}"
+    places |= {"yaml": folder / "precision.yaml", "new": tmp_path / "new"}
+    out = f"--problem {path} --output {tmp_path / 'new'}"
     line = words.format(**places, out=out, same=f"--config {folder / 'settings.yaml'}").split()
     value = document(name, good)
 

@@ -11,7 +11,7 @@ from transformer_engine.pytorch.tensor.hybrid_tensor import HybridQuantizer
 from megatron_snip.__main__ import main
 from megatron_snip.config import SnipConfig
 from megatron_snip.divergence.quality_loss import unmeasured_problem
-from megatron_snip.errors import UnsupportedError
+from megatron_snip.errors import UnsupportedError, UsageError
 from megatron_snip.linears import calibrate
 from megatron_snip.linears.availability import AvailableOptions, available_options
 from megatron_snip.linears.calibrate import timed_options
@@ -24,8 +24,9 @@ from megatron_snip.topology import Topology
 from tests.models import BATCH, SEQUENCE, assignment, build, losses, planned, ran
 from tests.te_on_cpu import probe
 
-SECONDS = {"bf16": 3.0, "mxfp8": 2.0, "nvfp4": 1.0}
-MIXED_S = 0.5
+MS = 2**-10  # differences of its multiples are exact
+SECONDS = {"bf16": 3 * MS, "mxfp8": 2 * MS, "nvfp4": MS}
+MIXED_S = MS / 2
 SLOW = (64, 64)
 """Shape of linear_proj: its NVFP4 GEMMs take four times as long as others."""
 BF16, FP8, FP4 = map(Option.uniform, ("bf16", "fp8", "fp4"))
@@ -72,7 +73,7 @@ def test_auto_measures_each_shape_once_and_keeps_the_table(
     assert found.calibration == table and len(table.linears) == 4
     for entry in table.linears:
         slow = 4.0 if (entry.out_features, entry.in_features) == SLOW else 1.0
-        wanted = {"bf16": 3.0, "fp8": 2.0, "fp4": slow}
+        wanted = {"bf16": 3 * MS, "fp8": 2 * MS, "fp4": slow * MS}
         assert entry.seconds == {
             n: dict.fromkeys(("fprop", "dgrad", "wgrad"), s) for n, s in wanted.items()
         }
@@ -129,13 +130,30 @@ def test_where_nothing_is_faster_time_cannot_be_the_objective(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     Clock(monkeypatch)
-    monkeypatch.setitem(SECONDS, "bf16", 0.5)
+    monkeypatch.setitem(SECONDS, "bf16", MS / 2)
     with pytest.raises(UnsupportedError, match=r"no linear is faster than in bf16 .*cost flops"):
         timed(None)
     config = SnipConfig(cost="time")
     simulated = PlannedModel([build()], Topology(), 0, "simulate")
     with pytest.raises(UnsupportedError, match="never faster than bf16; give the seconds"):
         timed_options(available_options(simulated, config), simulated, config, None)
+
+
+def test_what_cannot_be_measured_is_not_used_and_without_bf16_the_run_is_refused(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    Clock(monkeypatch)
+    cache = tmp_path / "calibration.json"
+    monkeypatch.setitem(SECONDS, "nvfp4", 0.0)
+    found = timed(cache)[1]
+    assert set(found.refusals[FP4].values()) == {"its seconds could not be measured"}
+    assert found.refusals[FP8] == {}
+    assert all(set(entry.seconds) == {"bf16", "fp8"} for entry in read_calibration(cache).linears)
+    cache.write_text("{}")  # a damaged table is measured again
+    monkeypatch.setitem(SECONDS, "bf16", 0.0)
+    with pytest.raises(UsageError, match=r"in bf16 could not be measured: fprop came out at 0 ms"):
+        timed(cache)
+    assert cache.read_text() == "{}"
 
 
 @pytest.mark.parametrize(("tensor", "parallel"), [(1, False), (2, False), (2, True)])

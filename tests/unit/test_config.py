@@ -14,6 +14,7 @@ from megatron_snip.errors import UsageError
 from megatron_snip.files import read_yaml
 from megatron_snip.flags import add_flags, flag_name, given_values
 from megatron_snip.options import Option
+from megatron_snip.output import yaml_text
 from megatron_snip.planning.settings import PlanSettings
 from megatron_snip.target_schedule import RAMP_STEP
 
@@ -51,6 +52,49 @@ def test_an_alert_is_known_by_its_meaning_and_a_wrong_measure_gets_a_hint() -> N
         with pytest.raises(UsageError, match="MEASURE<X; measures: ") as caught:
             make_config({"alert": text})
         assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("interval: 0100", 100),
+        ("interval: 1e3", 1000),
+        ("interval: 0o100", 64),
+        ("interval: 0x40", 64),
+        ("stat_decay: 1e-1", 0.1),
+        ("target_schedule: [0:0, 200:0.75]", ("0:0", "200:0.75")),
+        ("interval: 1:30", "must be a valid integer, got '1:30'"),
+        ("output_dir: 2026-11-28", Path("2026-11-28")),
+        ("guard: no", False),
+        ("efficiency_target: yes", "efficiency_target: must be a number, got true"),
+        ("interval: on", "interval: must be a number, got true"),
+        ("heal_from: true", "heal_from: must be a number, got true"),
+        ("interval: .inf", "interval: must be a finite number|must be a valid integer"),
+        ('output_dir: "a\\0b"', "output_dir: a path cannot have a NUL in it"),
+        ("efficency_target: 1", r"did you mean 'efficiency_target'\?"),
+    ],
+)
+def test_yaml_has_the_numbers_of_yaml_1_2(text: str, value: object, tmp_path: Path) -> None:
+    """Those of flags, too: 0100 is no octal number, and 0:0 is none of base 60."""
+    file = tmp_path / "snip.yaml"
+    file.write_text(text + "\n")
+    if isinstance(value, str):
+        with pytest.raises(UsageError, match=value):
+            make_config(read_yaml(file))
+    else:
+        assert getattr(make_config(read_yaml(file)), text.partition(":")[0]) == value
+
+
+@pytest.mark.parametrize(
+    "text", ["1e3", "0:0", "0100", "yes", "2026-11-28", ".5", "0x1", "-", "1_0"]
+)
+def test_a_text_that_looks_like_a_number_is_written_so_that_it_stays_a_text(
+    text: str, tmp_path: Path
+) -> None:
+    file = tmp_path / "config.yaml"
+    values = {"text": text, "number": 1e-07, "count": 100, "truth": True, "none": None}
+    file.write_text(yaml_text(values))
+    assert read_yaml(file) == yaml.safe_load(file.read_text()) == values
 
 
 def as_words(values: dict[str, Any]) -> list[str]:

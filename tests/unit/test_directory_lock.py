@@ -211,3 +211,9 @@ def test_a_failed_lock_is_an_error(
     monkeypatch.setattr(fcntl, "flock", Mock(side_effect=OSError(number, "no lock")))
     with pytest.raises(OSError, match="no lock"):
         lock_directory(tmp_path)
+
+
+def test_an_error_of_flock_names_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fcntl, "flock", Mock(side_effect=OSError(errno.EIO, "Input/output error")))
+    with pytest.raises(OSError, match=rf"Input/output error: .*{LOCK}'"):
+        lock_directory(tmp_path)

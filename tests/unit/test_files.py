@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import stat
@@ -18,7 +19,7 @@ from megatron_snip.directory import (
     own_files,
     run_id,
 )
-from megatron_snip.errors import UsageError
+from megatron_snip.errors import UsageError, known_failure
 from megatron_snip.files import parse_json, read_json, write_atomic
 
 
@@ -149,6 +150,27 @@ def test_links_are_not_followed(tmp_path: Path) -> None:
         check_new_run(run, overwrite=True)
     with pytest.raises(UsageError, match="is no folder; name another directory"):
         check_new_run(elsewhere / "20.json", overwrite=True)
+
+
+def test_a_link_to_nowhere_does_not_stop_the_move(tmp_path: Path) -> None:
+    mark(tmp_path)
+    fill(tmp_path, "config.yaml")
+    (tmp_path / "previous-1").symlink_to("gone")
+    assert clear_run(tmp_path, list(own_files(tmp_path)), True) == tmp_path / "previous-2"
+
+
+@pytest.mark.parametrize("function", ["replace", "fsync"])
+def test_a_file_that_cannot_be_written_is_named(
+    function: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise OSError(errno.EIO, "Input/output error")  # as a write's: without a name
+
+    monkeypatch.setattr(os, function, fail)
+    with pytest.raises(OSError, match=r"Input/output error: .*/config\.yaml'") as caught:
+        write_atomic(tmp_path / "config.yaml", "text")
+    assert "the disk or the network file system has failed" in (known_failure(caught.value) or "")
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_an_earlier_attempt_is_moved_aside(tmp_path: Path) -> None:

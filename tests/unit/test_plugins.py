@@ -1,13 +1,17 @@
 """Users of a wheel add policies, formats and writers by a module of their own."""
 
 import json
+import os
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from megatron_snip.__main__ import main
+from megatron_snip.cli.commands import split_plugins
 from megatron_snip.config import make_config
+from megatron_snip.directory import mark
 from megatron_snip.errors import UsageError
 from megatron_snip.planning import solver_process
 from megatron_snip.planning.plan import PrecisionPlan
@@ -121,7 +125,51 @@ def test_a_module_that_ends_the_process_is_named(
         make_config({"plugins": "a_script_not_a_plugin"})
 
 
-def test_a_command_has_the_plugins_that_stand_before_it(
+def test_words_of_a_script_are_its_own() -> None:
+    words = ["pretrain.py", "--plugins", "its_own"]
+    assert split_plugins(["--plugins", "a,b", *words]) == (["a", "b"], words)
+    assert split_plugins(["--cpu", *words]) == ([], ["--cpu", *words])
+    assert split_plugins(["plan", "--plugins=a", "p", "--plugins", "b"]) == (
+        ["a", "b"],
+        ["plan", "p"],
+    )
+
+
+def test_a_plugin_in_the_current_directory_is_found_wherever_python_looks(tmp_path: Path) -> None:
+    """A rank is started with -P, and the command's own folder is not the current one."""
+    (tmp_path / "here_snip.py").write_text(PLUGIN)
+    (tmp_path / "types.py").write_text("raise ImportError('the wrong module')\n")
+    program = "from megatron_snip.config import make_config\n"
+    program += "print(make_config({'plugins': 'here_snip', 'policy': 'first-first'}).policy)"
+    command = [sys.executable, "-P", "-c", program]
+    root = str(Path(__file__).parents[2])
+    done = subprocess.run(
+        command, cwd=tmp_path, env=os.environ | {"PYTHONPATH": root}, capture_output=True, text=True
+    )
+    assert (done.stdout, done.returncode) == ("first-first\n", 0), done.stderr
+
+
+def test_a_file_of_a_run_with_plugins_names_those_that_are_not_loaded(
+    module: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    run = write_run(tmp_path / "run", Shape(config()))
+    mark(run)
+    settings = run / "config.yaml"
+    settings.write_text(settings.read_text().replace("plugins: []", f"plugins: [{module}]"))
+    file = next((run / "plans").iterdir())
+    file.write_text(file.read_text().replace('"fp4"', '"fp4_64"'))
+
+    def read() -> None:
+        for words in (["report", run], ["export", file, "--to", "yaml", "--output", "o.yaml"]):
+            assert main(list(map(str, words))) == 2
+            line = capfd.readouterr().err
+            assert "unknown format 'fp4_64'" in line and line.count("\n") == 1
+            assert f"add --plugins {module}" in line
+
+    assert run_copy(read) == 0
+
+
+def test_a_command_has_the_plugins_that_stand_anywhere_in_it(
     module: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     problem = tmp_path / "problem.json"
@@ -133,6 +181,8 @@ def test_a_command_has_the_plugins_that_stand_before_it(
         assert "first-first" in capfd.readouterr().err
         assert main(["--plugins", module, *words]) == 0
         assert main([f"--plugins={module},", *words]) == 0
+        assert main([*words, "--plugins", module]) == 0
+        assert main([words[0], f"--plugins={module}", *words[1:]]) == 0
         assert main(["--plugins"]) == main(["--plugins", ""]) == 2
 
     assert run_copy(plan) == 0

@@ -27,6 +27,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     linear = {"name": "a", "options": {"fp4": {"rel_error": "inf"}}}
     table = {"version": 2, "iteration": 8, "linears": [linear]}
     (folder / "run/divergences/8.json").write_text(json.dumps(table))
+    (folder / "snip.yaml").write_text("enabled: true\nefficiency_target: 0.75\n")
+    (folder / "nested.yaml").write_text("snip:\n  efficency_target: 0.75\n")
+    (folder / "yes.yaml").write_text("efficiency_target: yes\n")
+    (folder / "nul.yaml").write_text('save: "a\\0b"\n')
     (folder / "run/.megatron-snip").touch()
     (folder / "link.json").symlink_to("problem.json")
     (folder / "hard.json").hardlink_to(folder / "problem.json")
@@ -59,6 +63,10 @@ BAD = {
         ("--tensor-model-parallel-size 2 --nproc-per-node 1", "a multiple of 2 ranks, got 1"),
         ("--nproc-per-node none", "--nproc-per-node"),
         ("--config nowhere.yaml", "nowhere.yaml"),
+        ("--config snip.yaml", "'snip.yaml' has settings of SNIP's; name it with --snip-config"),
+        ("--config nested.yaml", "'snip.efficency_target' (did you mean 'efficiency_target'?)"),
+        ("--snip-config yes.yaml", "efficiency_target: must be a number, got true"),
+        ("--config nul.yaml", "a path cannot have a NUL in it"),
         ("--save ''", "save: the path is empty"),
         ("--snip-plan-file ''", "plan_file: the path is empty"),
         ("--snip --snip-backend te", "use --snip-backend simulate"),
@@ -69,6 +77,8 @@ BAD = {
         ("--target abc", "must be a valid number, got 'abc'; see 'megatron-snip plan"),
         ("--pin =fp8", "--pin: '=fp8' is not GLOB=OPTION, e.g. 'decoder.layers.0.*=fp8'"),
         ("--pin 'encoder.*=fp8'", "no linear's name matches"),
+        ("--first-layers 99=fp8", "--first-layers: got 99; the largest block has 4 layers"),
+        ("--last-layers 5=fp8", "--last-layers: got 5; the largest block has 4 layers"),
         ("--first-layers x=fp8", "--first-layers: must be an integer from 0"),
         ("--change-penalty 2", "needs --previous"),
         ("--workers 0", "--workers: "),
@@ -118,6 +128,7 @@ BAD = {
         ("plan.json", "'plan.json' is a file; give the run's directory"),
         ("loop", "cannot find the run directory 'loop'"),
         ("x" * 300, "File name too long"),
+        ("run --csv --json", "argument --json: not allowed with argument --csv"),
         ("run --health --sort loss", "--sort orders the table of divergences"),
         ("run --iteration 7", "7.json': version 1"),
         ("run --iteration 8", "options.fp4.rel_error: must be a valid number, got 'inf'"),
@@ -155,6 +166,9 @@ BAD = {
         ("10.0 --pipeline-stages two", "--pipeline-stages: must be"),
         ("10.0 --chunk-layers 1,2", "3 layers in 2 chunks"),
         ("8.0 --nearest --chunk-layers x", "--chunk-layers: must be"),
+    ],
+    "export plan.json --to yaml --output new.yaml": [
+        ("--nearest", "--nearest is for programs that lack an option; --to yaml lacks none"),
     ],
     "import --problem problem.json --output new.json": [
         ("absent.yaml", "'absent.yaml': No such file or directory"),

@@ -1,5 +1,6 @@
 import json
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -7,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from megatron_snip.__main__ import main
 from megatron_snip.formats import FORMATS
 from megatron_snip.linears import calibrate
 from megatron_snip.linears.calibrate import TimedLinear, TimedShape, measure
@@ -20,7 +22,80 @@ from tests.unit.planning.build import options_of, problem_of
 QUICK = ["--seconds", "1e-6"]
 
 
-def test_every_format_is_measured_at_every_shape(tmp_path: Path, printed: Any) -> None:
+class Machine:
+    """A machine whose linears take the seconds that a test says; with a clock of its own.
+
+    Attributes:
+        now: seconds of the clock.
+        seconds: of fprop, dgrad and wgrad, and of quantizing X for wgrad, which the forward does.
+        disturbance: seconds that other work adds to a run, given its number.
+        share: what an option takes of these seconds.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 0.0
+        self.seconds = (1.0, 2.0, 4.0, 0.5)
+        self.disturbance: Callable[[int], float] = lambda run: 0.0
+        self.runs = 0
+        self.share: Callable[[Option], float] = lambda option: 1.0
+        self.now_share = 1.0
+        machine = self
+
+        class Product(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+                machine.runs += 1
+                machine.now += machine.seconds[0] * machine.now_share
+                machine.now += machine.disturbance(machine.runs)
+                ctx.save_for_backward(x, weight)
+                return x.new_zeros(len(x), len(weight))
+
+            @staticmethod
+            def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor | None]:
+                x, weight = ctx.saved_tensors
+                machine.now += machine.seconds[1] * machine.now_share
+                if not ctx.needs_input_grad[1]:
+                    return torch.zeros_like(x), None
+                machine.now += machine.seconds[2] * machine.now_share
+                return torch.zeros_like(x), torch.zeros_like(weight)
+
+        def linear(shape: TimedShape, option: Option, x: Tensor) -> TimedLinear:
+            weight = torch.zeros(shape.out_features, shape.in_features, requires_grad=True)
+
+            def forward() -> Tensor:
+                self.now_share = self.share(option)
+                self.now += self.seconds[3] if weight.requires_grad else 0.0
+                y: Tensor = Product.apply(x, weight)  # type: ignore[no-untyped-call]
+                return y
+
+            return forward, weight
+
+        monkeypatch.setattr(calibrate, "simulated_linear", linear)
+        monkeypatch.setattr(calibrate.time, "perf_counter", lambda: self.now)
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
+    return Machine(monkeypatch)
+
+
+SHAPE = TimedShape(out_features=6, in_features=4, tokens=8, norm="", options="bf16,fp8")
+CPU = torch.device("cpu")
+
+
+def test_every_format_runs_forward_and_backward() -> None:
+    for name in FORMATS:
+        x = torch.randn(32, 64).bfloat16().requires_grad_()
+        shape = TimedShape(out_features=32, in_features=64, tokens=32, norm="", options=name)
+        forward, weight = calibrate.simulated_linear(shape, Option.uniform(name), x)
+        y = forward()
+        gradients = torch.autograd.grad(y, [x, weight], torch.randn_like(y))
+        assert all(each.isfinite().all() and each.any() for each in (y, *gradients))
+
+
+def test_every_format_is_measured_at_every_shape(
+    tmp_path: Path, printed: Any, machine: Machine
+) -> None:
     path = tmp_path / "table.json"
     shapes = ["--linear", "*.linear_fc1=256x128", "--linear", "*.linear_fc2=128x128"]
     text = printed("calibrate", *shapes, "--tokens", 64, *QUICK, "--output", path)
@@ -35,45 +110,69 @@ def test_every_format_is_measured_at_every_shape(tmp_path: Path, printed: Any) -
     assert "nvfp4" in text and "64 tokens" in text
 
 
-def test_quantizing_x_for_wgrad_counts_as_wgrad(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A linear does it in the forward, unless its weight is frozen; with a clock of our own."""
-    now = 0.0
-
-    def add(seconds: float) -> None:
-        nonlocal now
-        now += seconds
-
-    class Product(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
-            add(1.0)
-            return x.new_zeros(len(x), len(weight))
-
-        @staticmethod
-        def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor | None]:
-            add(2.0)  # dX
-            has_wgrad = ctx.needs_input_grad[1]
-            add(4.0 if has_wgrad else 0.0)
-            return torch.zeros(8, 4), torch.zeros(6, 4) if has_wgrad else None
-
-    def linear(shape: TimedShape, option: Option, x: Tensor) -> TimedLinear:
-        weight = torch.zeros(shape.out_features, shape.in_features, requires_grad=True)
-
-        def forward() -> Tensor:
-            add(0.5 if weight.requires_grad else 0.0)
-            y: Tensor = Product.apply(x, weight)  # type: ignore[no-untyped-call]
-            return y
-
-        return forward, weight
-
-    monkeypatch.setattr(calibrate, "simulated_linear", linear)
-    monkeypatch.setattr(calibrate.time, "perf_counter", lambda: now)
-    shape = TimedShape(out_features=6, in_features=4, tokens=8, norm="", options="fp8")
-    found = measure(shape, None, torch.device("cpu"), budget_s=1e-6)
+def test_quantizing_x_for_wgrad_counts_as_wgrad(machine: Machine) -> None:
+    """A linear does it in the forward, unless its weight is frozen."""
+    found = measure(SHAPE, None, CPU, budget_s=1e-6).linear
+    assert found is not None
     assert found.seconds["fp8"] == {"fprop": 1.0, "dgrad": 2.0, "wgrad": 4.5}
 
 
-def test_a_table_serves_planning_by_time(tmp_path: Path, printed: Any) -> None:
+def test_runs_alternate_so_that_other_work_slows_all_options(machine: Machine) -> None:
+    """For the first half of the time everything takes ten seconds more."""
+    machine.disturbance = lambda run: 10.0 if machine.now < 600.0 else 0.0
+    found = measure(SHAPE, None, CPU, budget_s=500.0)
+    assert found.linear is not None and not found.problems()
+    assert found.linear.seconds["bf16"] == found.linear.seconds["fp8"]
+    assert found.linear.seconds["bf16"] == {"fprop": 1.0, "dgrad": 2.0, "wgrad": 4.5}
+
+
+def test_a_difference_that_is_not_above_zero_is_no_time(
+    tmp_path: Path, printed: Any, machine: Machine
+) -> None:
+    machine.seconds = (1.0, 0.0, 4.0, 0.5)
+    found = measure(SHAPE, None, CPU, budget_s=1e-6)
+    assert found.linear is None
+    assert all("dgrad came out at 0 ms" in why for why in found.refused.values())
+    path = tmp_path / "table.json"
+    words = ["--linear", "*=64x32", "--formats", "bf16,fp8", "--output", path]
+    assert printed("calibrate", *words, *QUICK, status=1) == ""
+    assert not path.exists()
+
+
+def test_seconds_that_other_work_may_have_changed_are_reported(machine: Machine) -> None:
+    """The forward of every second run takes longer, so the halves of the runs differ."""
+    machine.seconds = (2.0, 20.0, 20.0, 0.0)
+    machine.disturbance = lambda run: 3.0 if (run - 1) // 6 % 2 == 0 else 0.0
+    found = measure(SHAPE, None, CPU, budget_s=1e-6)
+    assert found.linear is not None
+    assert found.unsteady == {"bf16": 1.5, "fp8": 1.5}
+    assert "two halves of the runs differ by 150%" in found.problems()[0]
+
+
+def test_measuring_ends_with_the_time_limit(machine: Machine) -> None:
+    """A run takes 11.5 seconds by the machine's clock."""
+    found = measure(SHAPE, None, CPU, budget_s=1e6, limit_s=200.0)
+    assert found.linear is not None and not found.refused
+    assert machine.now < 230.0
+    found = measure(SHAPE, None, CPU, budget_s=1e6, limit_s=60.0)
+    assert found.linear is None
+    assert "the time limit left it 2 of 4 runs" in found.refused["fp8"]
+
+
+def test_there_is_a_line_for_each_shape(
+    tmp_path: Path, machine: Machine, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["--linear", "*.a=64x32", "--linear", "*.b=32x32", "--formats", "bf16,fp8"]
+    assert main(["calibrate", *words, *QUICK, "--output", str(tmp_path / "table.json")]) == 0
+    lines = capsys.readouterr().err.splitlines()
+    assert [line.partition(" in ")[0] for line in lines] == [
+        "1 of 2: *.a, 64 x 32: 2 formats",
+        "2 of 2: *.b, 32 x 32: 2 formats",
+    ]
+
+
+def test_a_table_serves_planning_by_time(tmp_path: Path, printed: Any, machine: Machine) -> None:
+    machine.share = lambda option: option.bits / 48
     table, problem = tmp_path / "table.json", tmp_path / "problem.json"
     words = ["--linear", "*=128x128", "--formats", "fp8,fp4", "--tokens", 32]
     printed("calibrate", *words, *QUICK, "--output", table)
@@ -82,8 +181,9 @@ def test_a_table_serves_planning_by_time(tmp_path: Path, printed: Any) -> None:
     assert PrecisionPlan.from_dict(json.loads(plan)).efficiency >= 0.5
 
 
-def test_seconds_of_bf16_serve_its_pins(tmp_path: Path, printed: Any) -> None:
+def test_seconds_of_bf16_serve_its_pins(tmp_path: Path, printed: Any, machine: Machine) -> None:
     """Those of the run too: a problem of a run whose target counts FLOPs does not list bf16."""
+    machine.share = lambda option: option.bits / 48
     table, file = tmp_path / "table.json", tmp_path / "problem.json"
     words = ["--linear", "*=128x128", "--formats", "bf16,fp8,fp4", "--tokens", 32]
     printed("calibrate", *words, *QUICK, "--output", table)
@@ -97,7 +197,7 @@ def test_seconds_of_bf16_serve_its_pins(tmp_path: Path, printed: Any) -> None:
 
 
 def test_shapes_come_from_a_training_config_as_a_rank_holds_them(
-    tmp_path: Path, printed: Any
+    tmp_path: Path, printed: Any, machine: Machine
 ) -> None:
     config = tmp_path / "train.yaml"
     config.write_text(

@@ -5,10 +5,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pydantic_core import to_json
 
 from megatron_snip.__main__ import main
+from megatron_snip.config import SnipConfig
+from megatron_snip.divergence.quality_loss import (
+    divergence_table,
+    divergences_dict,
+    planning_problem,
+)
+from megatron_snip.options import enumerate_options
 from megatron_snip.planning.plan import PrecisionPlan, write_plan
-from megatron_snip.planning.problem import write_problem
+from megatron_snip.planning.planner import make_plan
+from megatron_snip.planning.problem import PlanningProblem, write_problem
+from megatron_snip.planning.settings import PlanSettings
+from tests.unit.divergence import build
 from tests.unit.planning.build import name_of, options_of, plan_of, problem_of
 
 PROBLEM = problem_of(
@@ -142,3 +153,65 @@ def test_the_frontier_as_table_and_json(tmp_path: Path, printed: Any) -> None:
     assert [v["objective"] for v in values] == pytest.approx([0.0, 1.0, 3.0, 6.0, None])
     assert values[1]["options"] == {"fp4": 1, "fp8": 3}
     assert printed("pareto", problem, "--targets", "0.9,1", status=3).count("infeasible") == 2
+
+
+def measured_run(folder: Path) -> tuple[Path, PlanningProblem]:
+    """A run that measured by linear, and the problem that it would have made by GEMM.
+
+    One linear was not reached by a backward.
+    """
+    linears = [
+        build.linear(i, fp8=build.errors(i + 1), fp4=build.errors(9.0 * i + 4)) for i in (0, 1)
+    ]
+    statistics = build.table(*linears, build.linear(2, microbatches=0))
+    settings = SnipConfig(formats=("fp8", "fp4"))
+    problems = []
+    for granularity in ("linear", "gemm"):
+        options = enumerate_options(settings.formats, granularity)
+        table = divergence_table(statistics, options, "fp4", settings)
+        problems.append(planning_problem(table, 0.5))
+        if granularity == "linear":
+            (folder / "divergences").mkdir(parents=True)
+            file = folder / "divergences" / "30.json"
+            file.write_text(to_json(divergences_dict(table)).decode())
+    (folder / "problems").mkdir()
+    write_problem(problems[0], folder / "problems" / "30.json")
+    (folder / "config.yaml").write_text("snip: {formats: [fp8, fp4]}\n")
+    return folder / "problems" / "30.json", problems[1]
+
+
+@pytest.mark.parametrize("policy", ["snip", "grads-first"])
+def test_a_run_that_measured_by_linear_is_planned_by_gemm(
+    policy: str, tmp_path: Path, printed: Any
+) -> None:
+    """With the quality losses that a run by GEMM has."""
+    file, by_gemm = measured_run(tmp_path / "run")
+    words = ["plan", file, "--granularity", "gemm", "--policy", policy, "--json"]
+    plan = PrecisionPlan.from_dict(json.loads(printed(*words)))
+    wanted = make_plan(by_gemm, PlanSettings(policy=policy))
+    assert plan.linears == wanted.linears and plan.objective == wanted.objective
+    assert any(len(set(option.formats)) > 1 for option in plan.linears.values())
+    points = json.loads(
+        printed("pareto", file, "--granularity", "gemm", "--targets", "0.5", "--json")
+    )
+    assert points[0]["objective"] == make_plan(by_gemm, PlanSettings()).objective
+
+
+def test_a_problem_by_gemm_is_planned_by_linear(tmp_path: Path, printed: Any) -> None:
+    file, by_gemm = measured_run(tmp_path / "run")
+    own = tmp_path / "gemm.json"
+    write_problem(by_gemm, own)
+    by_linear = printed("plan", own, "--granularity", "linear", "--json")
+    wanted = PrecisionPlan.from_dict(json.loads(printed("plan", file, "--json")))
+    assert PrecisionPlan.from_dict(json.loads(by_linear)).linears == wanted.linears
+
+
+def test_statistics_that_are_missing_or_of_other_linears_are_named(
+    tmp_path: Path, problem: str, refused: Any
+) -> None:
+    assert "needs what the refresh measured" in refused("plan", problem, "--granularity", "gemm")
+    file, _ = measured_run(tmp_path / "run")
+    write_problem(PROBLEM, file)
+    assert "is of other linears than" in refused("plan", file, "--granularity", "gemm")
+    (tmp_path / "run" / "divergences" / "30.json").write_text('{"linears": [{}]}')
+    assert "has no statistics of its linears" in refused("plan", file, "--granularity", "gemm")

@@ -272,7 +272,8 @@ JOB = {
 
 
 def test_a_dry_run_shows_the_step_and_what_a_node_runs(tmp_path: Path) -> None:
-    step, node = dry_run(tmp_path, "slurm.sbatch", "train", "--config", "a b.yaml", **JOB)
+    words = ("train", "--config", "a b.yaml")
+    variables, step, node = dry_run(tmp_path, "slurm.sbatch", *words, **JOB)
     # Else `sbatch --export=NONE` holds for the step as well, and each node would train alone.
     assert step[:3] == ["srun", "--export=ALL", "--kill-on-bad-exit=1"]
     assert "--ntasks-per-node=1" in step
@@ -283,12 +284,43 @@ def test_a_dry_run_shows_the_step_and_what_a_node_runs(tmp_path: Path) -> None:
     assert (read.master_addr, read.master_port) == ("n1", 20042)
     checkpoints = str(tmp_path / "runs" / "mine-10042" / "checkpoints")
     assert node[-4:] == ["--save", checkpoints, "--load", checkpoints]
+    folder = f"SNIP_CHECKPOINTS={checkpoints}"
+    assert variables == ["export", "SNIP_NODES=4", folder, "MASTER_ADDR=n1", "MASTER_PORT=20042"]
+
+
+def test_a_dry_run_off_the_cluster_says_that_its_commands_are_a_jobs(tmp_path: Path) -> None:
+    done = run_script(tmp_path, "slurm.sbatch", "--dry-run", "train")
+    first, second = done.stdout.splitlines()[:2]
+    assert first.startswith("# This is no Slurm job")
+    assert f"sbatch --nodes 2 {LAUNCH / 'slurm.sbatch'}" in second
+
+
+@pytest.mark.parametrize("name", ["SLURM_JOB_ID", "SLURM_JOB_NUM_NODES", "SLURM_RESTART_COUNT"])
+def test_a_variable_that_is_no_number_is_never_evaluated(tmp_path: Path, name: str) -> None:
+    value = f"a[$(touch {tmp_path / 'ran'})]"
+    stand_in(tmp_path, "scontrol", SCONTROL)
+    done = run_script(tmp_path, "slurm.sbatch", "--dry-run", "train", **{**JOB, name: value})
+    assert done.returncode == 2 and f"{name} must be a number" in done.stderr
+    assert not (tmp_path / "ran").exists()
+
+
+def test_a_job_id_may_begin_with_zero(tmp_path: Path) -> None:
+    job = {**JOB, "SLURM_JOB_ID": "08"}
+    *_, node = dry_run(tmp_path, "slurm.sbatch", "train", **job)
+    assert parse_args(node[3:]).master_port == 20008
+
+
+@pytest.mark.parametrize("flag", ["--help", "-h"])
+def test_help_is_printed_and_is_no_error(tmp_path: Path, flag: str) -> None:
+    for name, text in (("torchrun.sh", "usage: torchrun.sh"), ("slurm.sbatch", "sbatch launch/")):
+        done = run_script(tmp_path, name, flag)
+        assert done.returncode == 0 and text in done.stdout and done.stderr == ""
 
 
 def test_containers_are_one_variable(tmp_path: Path) -> None:
-    (plain, _) = dry_run(tmp_path, "slurm.sbatch", "train", **JOB)
+    (_, plain, _) = dry_run(tmp_path, "slurm.sbatch", "train", **JOB)
     assert not any("container" in word or word == "apptainer" for word in plain)
-    (pyxis, _) = dry_run(
+    (_, pyxis, _) = dry_run(
         tmp_path,
         "slurm.sbatch",
         "train",
@@ -300,7 +332,7 @@ def test_containers_are_one_variable(tmp_path: Path) -> None:
     mounts = f"{tmp_path}:{tmp_path},{LAUNCH}:{LAUNCH},/data:/data"
     assert f"--container-mounts={mounts}" in pyxis
     assert f"--container-workdir={tmp_path}" in pyxis
-    (file, _) = dry_run(tmp_path, "slurm.sbatch", "train", **JOB, SNIP_CONTAINER="image.sif")
+    (_, file, _) = dry_run(tmp_path, "slurm.sbatch", "train", **JOB, SNIP_CONTAINER="image.sif")
     begin = file.index("apptainer")
     assert file[begin : begin + 3] == ["apptainer", "exec", "--nv"]
     assert file.index("image.sif") + 1 == file.index("bash")
