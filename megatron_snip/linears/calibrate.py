@@ -241,6 +241,11 @@ def _cached(
     found = {}
     end = time.perf_counter() + AUTO_LIMIT_S
     left = list(dict.fromkeys(shapes.values()))
+    logger.info(
+        "snip: measuring the seconds of %d shapes of linears, for %g s at most",
+        len(left),
+        AUTO_LIMIT_S,
+    )
     while left:
         shape = left[0]
         limit_s = (end - time.perf_counter()) / len(left)
