@@ -111,8 +111,11 @@ class MeasuredShape(NamedTuple):
     unsteady: dict[str, float]
 
     def problems(self) -> list[str]:
-        """Return one line for each option that has no seconds or unsteady ones."""
-        lines = [f"{option} has no seconds: {why}" for option, why in self.refused.items()]
+        """Return lines about the options that have no seconds or unsteady ones."""
+        options_of: dict[str, list[str]] = {}
+        for option, why in self.refused.items():
+            options_of.setdefault(why, []).append(option)
+        lines = [f"no seconds of {', '.join(o)}: {why}" for why, o in options_of.items()]
         for option, spread in self.unsteady.items():
             lines.append(
                 f"{option} is unsteady: two halves of the runs differ by {spread:.0%}; measure "
@@ -371,7 +374,7 @@ def _measured(
     for option in sorted(runs, key=lambda one: len(set(one.formats))):
         name = str(option)
         if len(runs[option]) < MIN_RUNS:
-            refused[name] = f"the time limit left it {len(runs[option])} of {MIN_RUNS} runs"
+            refused[name] = f"the time limit came before {MIN_RUNS} runs"
             continue
         parts = gemms(runs[option])
         if len(set(option.formats)) > 1:

@@ -20,6 +20,8 @@ from tests.processes import run_python
 from tests.unit.planning.build import options_of, problem_of
 
 QUICK = ["--seconds", "1e-6"]
+MS = 2**-10
+"""Differences of its multiples are exact."""
 
 
 class Machine:
@@ -34,7 +36,7 @@ class Machine:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 0.0
-        self.seconds = (1.0, 2.0, 4.0, 0.5)
+        self.seconds = (1 * MS, 2 * MS, 4 * MS, MS / 2)
         self.disturbance: Callable[[int], float] = lambda run: 0.0
         self.runs = 0
         self.share: Callable[[Option], float] = lambda option: 1.0
@@ -114,22 +116,22 @@ def test_quantizing_x_for_wgrad_counts_as_wgrad(machine: Machine) -> None:
     """A linear does it in the forward, unless its weight is frozen."""
     found = measure(SHAPE, None, CPU, budget_s=1e-6).linear
     assert found is not None
-    assert found.seconds["fp8"] == {"fprop": 1.0, "dgrad": 2.0, "wgrad": 4.5}
+    assert found.seconds["fp8"] == {"fprop": MS, "dgrad": 2 * MS, "wgrad": 4.5 * MS}
 
 
 def test_runs_alternate_so_that_other_work_slows_all_options(machine: Machine) -> None:
-    """For the first half of the time everything takes ten seconds more."""
-    machine.disturbance = lambda run: 10.0 if machine.now < 600.0 else 0.0
-    found = measure(SHAPE, None, CPU, budget_s=500.0)
+    """For the first half of the time everything takes 10 ms more."""
+    machine.disturbance = lambda run: 10 * MS if machine.now < 600 * MS else 0.0
+    found = measure(SHAPE, None, CPU, budget_s=500 * MS)
     assert found.linear is not None and not found.problems()
     assert found.linear.seconds["bf16"] == found.linear.seconds["fp8"]
-    assert found.linear.seconds["bf16"] == {"fprop": 1.0, "dgrad": 2.0, "wgrad": 4.5}
+    assert found.linear.seconds["bf16"] == {"fprop": MS, "dgrad": 2 * MS, "wgrad": 4.5 * MS}
 
 
 def test_a_difference_that_is_not_above_zero_is_no_time(
     tmp_path: Path, printed: Any, machine: Machine
 ) -> None:
-    machine.seconds = (1.0, 0.0, 4.0, 0.5)
+    machine.seconds = (MS, 0.0, 4 * MS, MS / 2)
     found = measure(SHAPE, None, CPU, budget_s=1e-6)
     assert found.linear is None
     assert all("dgrad came out at 0 ms" in why for why in found.refused.values())
@@ -141,8 +143,8 @@ def test_a_difference_that_is_not_above_zero_is_no_time(
 
 def test_seconds_that_other_work_may_have_changed_are_reported(machine: Machine) -> None:
     """The forward of every second run takes longer, so the halves of the runs differ."""
-    machine.seconds = (2.0, 20.0, 20.0, 0.0)
-    machine.disturbance = lambda run: 3.0 if (run - 1) // 6 % 2 == 0 else 0.0
+    machine.seconds = (2 * MS, 20 * MS, 20 * MS, 0.0)
+    machine.disturbance = lambda run: 3 * MS if (run - 1) // 6 % 2 == 0 else 0.0
     found = measure(SHAPE, None, CPU, budget_s=1e-6)
     assert found.linear is not None
     assert found.unsteady == {"bf16": 1.5, "fp8": 1.5}
@@ -150,13 +152,13 @@ def test_seconds_that_other_work_may_have_changed_are_reported(machine: Machine)
 
 
 def test_measuring_ends_with_the_time_limit(machine: Machine) -> None:
-    """A run takes 11.5 seconds by the machine's clock."""
-    found = measure(SHAPE, None, CPU, budget_s=1e6, limit_s=200.0)
+    """A run takes 11.5 ms by the machine's clock."""
+    found = measure(SHAPE, None, CPU, budget_s=1e6, limit_s=200 * MS)
     assert found.linear is not None and not found.refused
-    assert machine.now < 230.0
-    found = measure(SHAPE, None, CPU, budget_s=1e6, limit_s=60.0)
+    assert machine.now < 230 * MS
+    found = measure(SHAPE, None, CPU, budget_s=1e6, limit_s=60 * MS)
     assert found.linear is None
-    assert "the time limit left it 2 of 4 runs" in found.refused["fp8"]
+    assert "the time limit came before 4 runs" in found.refused["fp8"]
 
 
 def test_there_is_a_line_for_each_shape(
