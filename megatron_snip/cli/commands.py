@@ -149,8 +149,10 @@ def run_command(words: Sequence[str]) -> int:
     try:
         return int(load(args.command).run(args))
     except UsageError as error:
+        if not re.search("unknown (format|option|policy)", str(error)):
+            raise
         missing = plugins_of_runs(vars(args).values())
-        if not missing or not re.search("unknown (format|option|policy)", str(error)):
+        if not missing:
             raise
         names = ",".join(missing)
         text = f"{error.message}; the run has plugins that are not loaded: add --plugins {names}"
@@ -164,9 +166,9 @@ def plugins_of_runs(given: Iterable[object]) -> list[str]:
         if not isinstance(path, Path):
             continue
         for directory in (path, *path.absolute().parents[:2]):
-            if not (directory / MARKER).is_file():
-                continue
-            with contextlib.suppress(UsageError):
+            with contextlib.suppress(UsageError, OSError):
+                if not (directory / MARKER).is_file():
+                    continue
                 snip = read_yaml(directory / "config.yaml").get("snip")
                 names = snip.get("plugins") if isinstance(snip, dict) else None
                 missing |= dict.fromkeys(map(str, names if isinstance(names, list) else ()))
