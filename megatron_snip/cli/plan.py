@@ -224,7 +224,13 @@ def _by_gemm(problem: PlanningProblem, path: Path) -> PlanningProblem:
     pins = tuple(f"{glob}={option}" for glob, option in problem.pins)
     settings = settings.model_copy(update={"pins": pins})
     lowest = lowest_precision(formats).name
-    table = divergence_table(statistics, options, lowest, settings, refusals)
+    # A linear that no backward reached has one option, which stays.
+    kept = {}
+    for row in problem.linears:
+        open_options = [text for text, cost in row.options.items() if cost.quality_loss is not None]
+        if len(open_options) == 1:
+            kept[row.name] = parse_option(open_options[0])
+    table = divergence_table(statistics, options, lowest, settings, refusals, job=kept)
     measured = {row.name: row.options for row in planning_problem(table, problem.target).linears}
     unable = {str(option): names for option, names in refusals.items()}
 
