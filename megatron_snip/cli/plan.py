@@ -232,11 +232,11 @@ def _by_gemm(problem: PlanningProblem, path: Path) -> PlanningProblem:
             kept[row.name] = parse_option(open_options[0])
     table = divergence_table(statistics, options, lowest, settings, refusals, job=kept)
     measured = {row.name: row.options for row in planning_problem(table, problem.target).linears}
-    unable = {str(option): names for option, names in refusals.items()}
+    refused = {str(option): names for option, names in refusals.items()}
 
     def of_linear(row: LinearChoices) -> dict[str, OptionCost]:
         found = measured[row.name]
-        return {text: cost for text, cost in found.items() if row.name not in unable[text]}
+        return {text: cost for text, cost in found.items() if row.name not in refused[text]}
 
     return problem.with_options(of_linear)
 
