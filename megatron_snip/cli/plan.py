@@ -215,6 +215,10 @@ def _by_gemm(problem: PlanningProblem, path: Path) -> PlanningProblem:
         raise UsageError(f"--granularity gemm: '{file}' is of other linears than '{path}'")
     formats_of = {row.name: set(formats_in(row.options)) for row in problem.linears}
     formats = formats_in(dict.fromkeys(option for row in problem.linears for option in row.options))
+    measured_formats = {name for linear in statistics.linears for name in linear.formats}
+    lacking = sorted(set(formats) - measured_formats - {str(BF16)})
+    if lacking:
+        raise UsageError(f"--granularity gemm: '{file}' has no statistics of {', '.join(lacking)}")
     options = enumerate_options(formats, "gemm")
     refusals = {}
     for option in options:
