@@ -211,7 +211,9 @@ for _tag, _pattern in NUMBERS.items():
     _UniqueKeys.add_constructor(_tag, _UniqueKeys.construct_number)
 
 
-def read_record(record: type[T], value: Any, source: str, version: int = 1) -> T:
+def read_record(
+    record: type[T], value: Any, source: str, version: int = 1, older: int | None = None
+) -> T:
     """Build the record of a file from its JSON object.
 
     Args:
@@ -219,6 +221,7 @@ def read_record(record: type[T], value: Any, source: str, version: int = 1) -> T
         value: the object; its `version` is the schema's.
         source: how error messages call it.
         version: the version that `value` must have.
+        older: a version that lacks optional keys alone. It is read as `version`.
 
     Raises:
         UsageError: one line that names `source`, the place, what was got and what is wanted.
@@ -226,10 +229,12 @@ def read_record(record: type[T], value: Any, source: str, version: int = 1) -> T
     if not isinstance(value, dict):
         raise UsageError(f"{source} must hold a JSON object, got {type(value).__name__}")
     got = value.get("version")
-    if got != version or isinstance(got, bool):
+    known = (version,) if older is None else (older, version)
+    if got not in known or isinstance(got, bool):
         shown = shortened(repr(got), 80)
-        raise UsageError(f"{source}: version {shown}; this megatron-snip reads version {version}")
-    return checked(record, value, source)
+        accepted = " or ".join(map(str, known))
+        raise UsageError(f"{source}: version {shown}; this megatron-snip reads version {accepted}")
+    return checked(record, {**value, "version": version}, source)
 
 
 def checked(record: type[T], value: Any, source: str) -> T:

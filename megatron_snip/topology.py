@@ -49,6 +49,8 @@ class LinearInfo:
         out_features: Number of output features N of the complete linear.
         flops_per_token: FLOPs of fprop, dgrad and wgrad for one token: 6 N K, times
             `calls_per_token`.
+        chunk: Model chunk of the stage that holds it, 0 without interleaving.
+        layer_in_chunk: Number N of its `layers.N` in the chunk.
     """
 
     name: str
@@ -56,6 +58,8 @@ class LinearInfo:
     in_features: int
     out_features: int
     flops_per_token: float
+    chunk: int = 0
+    layer_in_chunk: int = 0
 
     @property
     def calls_per_token(self) -> float:
@@ -85,6 +89,8 @@ class Placement:
             that often.
         num_calls: Number of forwards in each microbatch. It is 1, except for a layer of multi-token
             prediction that is repeated at every depth. FLOPs count that often.
+        chunk: Model chunk of the stage that holds it, 0 without interleaving.
+        layer_in_chunk: Number N of its `layers.N` in the chunk.
     """
 
     name: str
@@ -97,13 +103,23 @@ class Placement:
     expert: int | None = None
     num_active: float = 1.0
     num_calls: int = 1
+    chunk: int = 0
+    layer_in_chunk: int = 0
 
     @property
     def info(self) -> LinearInfo:
         """What is the same on all ranks."""
         passes = self.num_active * self.num_calls
         flops = 6.0 * self.in_features * self.out_features * passes
-        return LinearInfo(self.name, self.stage, self.in_features, self.out_features, flops)
+        return LinearInfo(
+            name=self.name,
+            stage=self.stage,
+            in_features=self.in_features,
+            out_features=self.out_features,
+            flops_per_token=flops,
+            chunk=self.chunk,
+            layer_in_chunk=self.layer_in_chunk,
+        )
 
     @property
     def instance(self) -> str:
@@ -125,6 +141,7 @@ class Topology:
         expert_data: Ranks with the same experts' weights and other tokens.
         context: Number of ranks among which the tokens of each sequence are divided. These ranks
             are also in `data`.
+        num_stages: Pipeline-parallel size.
         places: (data rank, tensor rank) of every rank, by global rank.
         control: A CPU (gloo) group of all ranks for votes, plans and small tables, or None when
             there is one rank.
@@ -138,6 +155,7 @@ class Topology:
     data: Axis = Axis()
     expert_data: Axis = Axis()
     context: int = 1
+    num_stages: int = 1
     places: tuple[tuple[int, int], ...] = ((0, 0),)
     control: ProcessGroup | None = None
 

@@ -27,10 +27,8 @@ from megatron_snip.flags import flag_name
 from megatron_snip.formats import FORMATS
 from megatron_snip.linears.te.machine import Machine, te_recipe, te_refusal, this_machine
 from megatron_snip.linears.te.precision_config import (
-    Stages,
     config_text,
     export_configs,
-    num_layers,
     stage_paths,
 )
 from megatron_snip.linears.te.recipe import TERecipe, needed_run
@@ -39,6 +37,7 @@ from megatron_snip.options import BF16, Option
 from megatron_snip.output import yaml_text
 from megatron_snip.planning.plan import PrecisionPlan, read_plan
 from megatron_snip.planning.restrictions import nearest_option
+from megatron_snip.planning.stage_layers import StageLayers, outer_layer
 from megatron_snip.types import split_linear_name
 from megatron_snip.version import __version__
 
@@ -123,35 +122,106 @@ def _values(kind: str, field: str) -> tuple[str, ...]:
 
 
 def add_stage_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the flags that `stages_from` reads."""
+    """Add the flags that `stage_layers_from` reads."""
     group = parser.add_argument_group("pipeline")
     text = "pipeline-parallel size [that of the plan or problem]"
     group.add_argument("--pipeline-stages", metavar="P", type=integer, help=text)
-    text = "layers of each model chunk, in forward order"
-    group.add_argument("--chunk-layers", metavar="N,N,...", type=_counts, help=text)
+    text = (
+        "decoder layers of each model chunk, in forward order; m marks the chunk with multi-token "
+        "prediction, as in 2,2,0m,0 [that of the plan or problem; m: the last chunk]"
+    )
+    group.add_argument("--chunk-layers", metavar="N,N,...", type=_chunks, help=text)
 
 
-def stages_from(args: argparse.Namespace, num_layers: int, known: int) -> Stages:
-    """Return the layers of each pipeline stage.
+def stage_layers_from(
+    args: argparse.Namespace, names: Sequence[str], known: StageLayers | None, num_stages: int
+) -> StageLayers:
+    """Return the layers of each pipeline stage: those of the flags, else those that are known.
 
     Args:
         args: The parsed flags.
-        num_layers: Number of layers of the decoder.
-        known: Number of stages of the plan or the problem, which may be of another job.
+        names: The linears.
+        known: The layers of each stage of the job that the plan or problem is of, or None.
+        num_stages: The number of stages of that job.
 
     Raises:
-        UsageError: if the layers do not add up.
+        UsageError: if the layers are not known, or do not add up.
     """
-    num_stages = args.pipeline_stages or known
     chunks = args.chunk_layers
-    if chunks is None:
-        return Stages.even(num_layers, num_stages)
-    if sum(chunks) != num_layers:
+    wanted = args.pipeline_stages
+    if known is not None:
+        num_stages = known.num_stages
+        if chunks is None and wanted in (None, num_stages):
+            return known
+    if wanted is None and chunks is not None and len(chunks) != num_stages:
         raise UsageError(
-            f"--chunk-layers gives {sum(chunks)} layers in {len(chunks)} chunks; the model has "
-            f"{num_layers}"
+            f"--chunk-layers gives {len(chunks)} model chunks, and the number of pipeline stages "
+            f"known is {num_stages}; give --pipeline-stages"
         )
-    return Stages(num_stages, chunks)
+    num_stages = wanted or max(num_stages, 1)
+    layers: dict[str, tuple[str, int]] = {}
+    for name in names:
+        layer, block, _ = outer_layer(name)
+        layers[layer] = (block, int(layer.rpartition(".")[2]))
+    decoder = [number for block, number in layers.values() if block == "decoder"]
+    num_decoder = 1 + max(decoder, default=-1)
+    if chunks is None:
+        if num_stages > 1:
+            raise UsageError(
+                f"which layers each of the {num_stages} pipeline stages holds is not known; give "
+                f"the number of layers of each model chunk (together {num_decoder}): "
+                "--chunk-layers N,N,..."
+            )
+        chunks = ((num_decoder, True),)
+    return _counted_layers(layers, num_decoder, num_stages, chunks)
+
+
+def _counted_layers(
+    layers: Mapping[str, tuple[str, int]],
+    num_decoder: int,
+    num_stages: int,
+    chunks: Sequence[tuple[int, bool]],
+) -> StageLayers:
+    """Return the layers of each stage, from the number of layers of each model chunk.
+
+    Args:
+        layers: (block, number) of each layer.
+        num_decoder: number of decoder layers.
+        num_stages: pipeline-parallel size.
+        chunks: number of decoder layers of each chunk in forward order, and whether the layers of
+            multi-token prediction are there; chunk 0 of every stage comes first.
+
+    Raises:
+        UsageError: if the layers do not add up, or where a layer is cannot be known.
+    """
+    if len(chunks) % num_stages:
+        raise UsageError(
+            f"{len(chunks)} model chunks for {num_stages} pipeline stages; give the same number of "
+            "chunks for every stage"
+        )
+    given = sum(count for count, _ in chunks)
+    if given != num_decoder:
+        raise UsageError(
+            f"--chunk-layers gives {given} layers in {len(chunks)} chunks; the model has "
+            f"{num_decoder}"
+        )
+    with_mtp = [index for index, (_, has_mtp) in enumerate(chunks) if has_mtp]
+    if len(with_mtp) > 1:
+        raise UsageError("--chunk-layers: all layers of multi-token prediction are in one chunk")
+    tables: list[dict[str, int]] = [{} for _ in chunks]
+    first = 0
+    for table, (count, _) in zip(tables, chunks, strict=True):
+        table |= {f"decoder.layers.{first + number}": number for number in range(count)}
+        first += count
+    for layer, (block, number) in layers.items():
+        if block == "mtp" or (block != "decoder" and len(chunks) == 1):
+            tables[with_mtp[0] if with_mtp else -1][layer] = number
+        elif block != "decoder":
+            raise UsageError(
+                f"'{layer}': --chunk-layers counts layers of the decoder; export the plan of a run "
+                "with these pipeline stages, or give --pipeline-stages 1"
+            )
+    return StageLayers(tuple(tuple(tables[stage::num_stages]) for stage in range(num_stages)))
 
 
 def run(args: argparse.Namespace) -> int:
@@ -200,8 +270,10 @@ def _export_precision_file(plan: PrecisionPlan, about: str, args: argparse.Names
         )
     machine = Machine(capability, te_version="any", run=_run_precision(args))
     recipes, changes = _recipes(plan, machine)
-    stages = stages_from(args, num_layers(plan.linears), known=len(plan.stages))
-    configs = export_configs(plan.linears, recipes, stages, args.fp8_param)
+    stage_layers = stage_layers_from(
+        args, list(plan.linears), plan.stage_layers, num_stages=len(plan.stages)
+    )
+    configs = export_configs(plan.linears, recipes, stage_layers, args.fp8_param)
     _check_changes(changes, args)
     paths = stage_paths(args.output, len(configs))
     for path in paths:
@@ -211,9 +283,10 @@ def _export_precision_file(plan: PrecisionPlan, about: str, args: argparse.Names
         f"Transformer Engine on {machine}; read by Megatron's",
         "--te-precision-config-file.",
     )
-    for path, config in zip(paths, configs, strict=True):
+    for stage, (path, config) in enumerate(zip(paths, configs, strict=True)):
         write_output(path, config_text(config, comment, needed_run(recipes.values()).flags))
-        print(f"wrote {path}: {len(config['matchers'])} matchers")
+        found = f"wrote {path}: {len(config['matchers'])} matchers"
+        print(found if len(paths) == 1 else f"{found} of {_described(stage_layers.root[stage])}")
     for option, recipe in recipes.items():
         count = sum(other == option for other in plan.linears.values())
         print(f"  {option}: {recipe} ({count} linears)")
@@ -221,11 +294,20 @@ def _export_precision_file(plan: PrecisionPlan, about: str, args: argparse.Names
         print("Recipes that differ by GEMM need megatron-snip installed where the job runs.")
     if len(paths) > 1:
         print(
-            f"There is one file for each of {stages.num_stages} pipeline stages (change it with "
+            f"There is one file for each of {len(paths)} pipeline stages (change it with "
             "--pipeline-stages and --chunk-layers). Give each rank the file of its stage."
         )
     _print_required_flags(recipes.values(), paths, args.fp8_param)
     return 0
+
+
+def _described(chunks: Iterable[Mapping[str, int]]) -> str:
+    """Return the first and last layer of each model chunk of a stage, as text."""
+    spans = []
+    for chunk in chunks:
+        layers = list(chunk)
+        spans.append(f"{layers[0]} to {layers[-1]}" if layers else "no layers")
+    return " and ".join(spans)
 
 
 def _run_precision(args: argparse.Namespace) -> RunPrecision:
@@ -265,8 +347,10 @@ def _print_required_flags(
     print(f"Linears that the plan does not name {others}.")
 
 
-def _counts(text: str) -> tuple[int, ...]:
-    return tuple(integer(part, least=0) for part in text.split(","))
+def _chunks(text: str) -> tuple[tuple[int, bool], ...]:
+    """Return (number of decoder layers, whether multi-token prediction is there) of each chunk."""
+    parts = text.split(",")
+    return tuple((integer(part.removesuffix("m"), least=0), part.endswith("m")) for part in parts)
 
 
 def _capability(text: str) -> tuple[int, int]:

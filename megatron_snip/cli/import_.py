@@ -1,22 +1,26 @@
 """`megatron-snip import`: a plan from Megatron's own precision file.
 
 The file's globs are matched against the linears of a problem (one that a run wrote, e.g. with
-`--snip-collect-only`), as Megatron matches them against its modules: the first match decides.
+`--snip-collect-only`), as Megatron matches them against its modules: the first match decides. Which
+layers a pipeline stage holds is taken from the flags, else from an exported file, else from the
+problem.
 """
 
 import argparse
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_snip.cli.common import check_output, write_output
-from megatron_snip.cli.export import add_stage_flags, stages_from
-from megatron_snip.errors import UsageError
+from megatron_snip.cli.export import add_stage_flags, stage_layers_from
+from megatron_snip.errors import UsageError, listing
 from megatron_snip.files import read_yaml
 from megatron_snip.formats import lowest_precision
-from megatron_snip.linears.te.precision_config import PrecisionFile, num_layers
+from megatron_snip.linears.te.precision_config import PrecisionFile
 from megatron_snip.options import BF16, Option
 from megatron_snip.planning.plan import assigned_plan
 from megatron_snip.planning.problem import read_problem
+from megatron_snip.planning.stage_layers import StageLayers
 
 EXAMPLES = (
     "megatron-snip import OUT.yaml --problem runs/demo/problems/21.json --output plan.json",
@@ -47,25 +51,33 @@ def run(args: argparse.Namespace) -> int:
     """
     check_output(args.output, (*args.files, args.problem), "plan")
     problem = read_problem(args.problem)
-    stages = stages_from(args, num_layers(problem.names), known=problem.num_stages)
-    if len(args.files) not in (1, stages.num_stages):
-        raise UsageError(
-            f"{len(args.files)} files for {stages.num_stages} pipeline stages; give one file, or "
-            "one for each (--pipeline-stages changes their number)"
-        )
     files = [PrecisionFile(read_yaml(path), f"'{path}'") for path in args.files]
+    known = _common_stage_layers(files) or problem.stage_layers
+    stage_layers = stage_layers_from(args, problem.names, known, problem.num_stages)
+    file_of_stage = _by_stage(files, stage_layers.num_stages)
     base = Option.parse(args.base)
+    places = stage_layers.local_names(problem.names)
     linears: dict[str, Option] = {}
-    for name in problem.names:
-        file = files[0 if len(files) == 1 else stages.local(name)[0]]
-        linears[name] = file.option(name, stages, base, args.sequential_experts)
+    for name, (stage, local) in places.items():
+        linears[name] = file_of_stage[stage].option(local, base, args.sequential_experts)
+    for file in files:
+        unmatched = file.unmatched(
+            local for stage, local in places.values() if file_of_stage[stage] is file
+        )
+        if unmatched:
+            print(
+                f"warning: {file.source}: {len(unmatched)} of {len(file.matchers)} matchers fit no "
+                f"linear of the problem: {listing(unmatched, 3)}"
+            )
     formats: dict[str, None] = {}
     for option in linears.values():
         formats |= dict.fromkeys(option.formats)
     quantized = tuple(name for name in formats if name != "bf16")
     lowest = lowest_precision(quantized or ("fp8",))
     stage_and_flops = {each.name: (each.stage, each.flops) for each in problem.linears}
-    plan = assigned_plan(linears, stage_and_flops, lowest.name, "imported")
+    plan = assigned_plan(
+        linears, stage_and_flops, lowest.name, "imported", stage_layers=problem.stage_layers
+    )
     write_output(args.output, plan.to_json())
     for text, count in Counter(map(str, plan.linears.values())).most_common():
         print(f"  {text}: {count} linears")
@@ -87,3 +99,48 @@ def run(args: argparse.Namespace) -> int:
         )
     print(f"wrote {args.output}")
     return 0
+
+
+def _common_stage_layers(files: Sequence[PrecisionFile]) -> StageLayers | None:
+    """Return the layers of each stage that exported files name; None if they name none.
+
+    Raises:
+        UsageError: if two files name different ones.
+    """
+    first = files[0]
+    for file in files:
+        if file.stage_layers != first.stage_layers:
+            raise UsageError(
+                f"{first.source} and {file.source} are not of one pipeline: their stage_layers "
+                "differ; give the files of one export"
+            )
+    return first.stage_layers
+
+
+def _by_stage(files: Sequence[PrecisionFile], num_stages: int) -> list[PrecisionFile]:
+    """Return the file of each pipeline stage; one file that names no stage is that of all.
+
+    Raises:
+        UsageError: if a stage has no file, or several.
+    """
+    if len(files) == 1 and files[0].stage is None:
+        return [files[0]] * num_stages
+    found: dict[int, PrecisionFile] = {}
+    for place, file in enumerate(files):
+        stage = place if file.stage is None else file.stage
+        other = found.setdefault(stage, file)
+        if other is not file:
+            raise UsageError(
+                f"{other.source} and {file.source} are both of pipeline stage {stage}; give one "
+                "file for each stage"
+            )
+    missing = [str(stage) for stage in range(num_stages) if stage not in found]
+    if missing or len(files) != num_stages:
+        given = listing([f"{file.source} is of stage {stage}" for stage, file in found.items()], 3)
+        if missing:
+            given += f"; the files of stages {listing(missing, 8)} are missing"
+        raise UsageError(
+            f"{len(files)} files for {num_stages} pipeline stages: {given}; give one file, or one "
+            "for each (--pipeline-stages changes their number)"
+        )
+    return [found[stage] for stage in range(num_stages)]

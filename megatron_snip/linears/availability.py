@@ -36,6 +36,7 @@ from megatron_snip.options import BF16, Option, formats_in
 from megatron_snip.planning.calibration import CalibrationTable, with_seconds
 from megatron_snip.planning.problem import PlanningProblem
 from megatron_snip.planning.restrictions import Refusals, reasons, restrict_problem
+from megatron_snip.planning.stage_layers import StageLayers
 from megatron_snip.quantizers.stored import is_quantized
 from megatron_snip.topology import LinearInfo
 
@@ -179,6 +180,7 @@ class AvailableOptions:
         job: what the job itself runs each linear in.
         ties: groups of linears that must have one option.
         lowest_format: the format that the efficiency target counts.
+        stage_layers: which layers each pipeline stage holds; None if that is not known.
     """
 
     options: tuple[Option, ...]
@@ -188,6 +190,7 @@ class AvailableOptions:
     job: Mapping[str, Option] = field(default_factory=dict)
     ties: tuple[tuple[str, ...], ...] = ()
     lowest_format: str = "bf16"
+    stage_layers: StageLayers | None = None
 
     def problem_without_measurements(
         self, linears: Sequence[LinearInfo], target: float
@@ -196,9 +199,10 @@ class AvailableOptions:
         return self.restrict(unmeasured_problem(linears, self.options, self.lowest_format, target))
 
     def restrict(self, problem: PlanningProblem) -> PlanningProblem:
-        """Return a problem with what each linear can run, and with seconds if there are any."""
+        """Return a problem with what linears can run, where they are, and seconds if any."""
         problem = restrict_problem(problem, self.refusals, self.job, self.lowest_format)
-        problem = problem.model_copy(update={"ties": self.ties})
+        facts = {"ties": self.ties, "stage_layers": self.stage_layers}
+        problem = problem.model_copy(update=facts)
         return problem if self.calibration is None else with_seconds(problem, self.calibration)
 
 
@@ -216,7 +220,12 @@ def available_options(model: PlannedModel, config: SnipConfig) -> AvailableOptio
     ties = model.ties()
     if config.collect_only and config.plan_file is None:
         return AvailableOptions(
-            config.options, {}, job=job, ties=ties, lowest_format=config.lowest_format
+            config.options,
+            {},
+            job=job,
+            ties=ties,
+            lowest_format=config.lowest_format,
+            stage_layers=model.stage_layers,
         )
     lowest = Option.uniform(config.lowest_format)
     # BF16 too: a pin may give it where the formats do not.
@@ -248,6 +257,7 @@ def available_options(model: PlannedModel, config: SnipConfig) -> AvailableOptio
         job=job,
         ties=ties,
         lowest_format=config.lowest_format,
+        stage_layers=model.stage_layers,
     )
 
 

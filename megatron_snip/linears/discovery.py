@@ -15,7 +15,7 @@ import logging
 import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -24,7 +24,7 @@ from megatron.core.models.common.language_module.language_module import Language
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 
 from megatron_snip.collectives import gather_json, unless_refused
-from megatron_snip.errors import UnsupportedError
+from megatron_snip.errors import UnsupportedError, UsageError
 from megatron_snip.linears.te.job import is_bf16_layer
 from megatron_snip.linears.te.modules import (
     TOKENS_KNOWN,
@@ -35,6 +35,7 @@ from megatron_snip.linears.te.modules import (
 )
 from megatron_snip.log import warn_once, warn_once_per_job
 from megatron_snip.options import Option
+from megatron_snip.planning.stage_layers import StageLayers, outer_layer
 from megatron_snip.topology import Axis, LinearInfo, LinearKind, Placement, Topology
 from megatron_snip.types import linear_name, natural_key, split_linear_name
 
@@ -89,6 +90,7 @@ def current_topology() -> Topology:
         data=_axis(data),
         expert_data=_axis(expert_data),
         context=int(parallel_state.get_context_parallel_world_size()),
+        num_stages=int(parallel_state.get_pipeline_model_parallel_world_size()),
         places=tuple((d, t) for d, t in gather_json([data.rank(), tensor.rank()], control)),
         control=control,
     )
@@ -118,17 +120,14 @@ def find_linears(
     found: list[tuple[torch.nn.Module, list[Placement]]] = []
     unknown: list[str] = []
     _warn_of_other_layers(model)
-    for block, number, name, module in _layer_modules(model):
+    for layer, name, module in _layer_modules(model):
         kind = _kind(module)
         own_name = name.rpartition(".")[2]
         if is_replicated(module) and own_name not in TOKENS_KNOWN:
-            unknown.append(linear_name(number, name, block))
+            unknown.append(linear_name(layer.number, name, layer.block))
         # eh_proj joins embedding and hidden state in MTP; it is not a layer GEMM
         elif kind is not None and own_name != "eh_proj":
-            placements = _placements(
-                module, kind, topology, name=name, layer_number=number, block=block
-            )
-            found.append((module, placements))
+            found.append((module, _placements(module, kind, topology, layer, name)))
     if unknown:
         warn_once(
             logger,
@@ -150,9 +149,9 @@ def expert_layers(model: Sequence[torch.nn.Module]) -> Iterator[tuple[str, Any]]
 
     The experts' linears have names that begin so, e.g. `decoder.layers.3.mlp.experts`.
     """
-    for block, number, name, module in _layer_modules(model):
+    for layer, name, module in _layer_modules(model):
         if hasattr(module, "token_dispatcher") and hasattr(module, "router"):
-            yield linear_name(number, f"{name}.experts", block), module
+            yield linear_name(layer.number, f"{name}.experts", layer.block), module
 
 
 def bf16_layer_pins(
@@ -178,12 +177,13 @@ def bf16_layer_pins(
             block, layer_index, _ = split_linear_name(placements[0].name)
             names_of[block, layer_index].append(placements[0].name)
         own = []
-        for block, number, layer in _planned_layers(model):
-            if not is_bf16_layer(getattr(layer, "config", None), block, number - 1):
+        for layer in _planned_layers(model):
+            index = layer.number - 1
+            if not is_bf16_layer(getattr(layer.module, "config", None), layer.block, index):
                 continue
-            names = names_of[block, number - 1]
+            names = names_of[layer.block, index]
             free = [name for name in names if pin_of(name) is None]
-            globs = [f"{block}.layers.{number - 1}.*"] if names and free == names else free
+            globs = [f"{layer.block}.layers.{index}.*"] if names and free == names else free
             own += [f"{glob}=bf16" for glob in globs]
         return own
 
@@ -192,39 +192,53 @@ def bf16_layer_pins(
     return tuple(sorted(found, key=natural_key))
 
 
+class _Layer(NamedTuple):
+    """A layer that is in no other layer.
+
+    Attributes:
+        path: its path in the model chunk.
+        block: the module that holds the layers.
+        number: Megatron's global number, 1-based.
+        chunk: index of the model chunk in its pipeline stage.
+        module: the layer.
+    """
+
+    path: str
+    block: str
+    number: int
+    chunk: int
+    module: torch.nn.Module
+
+
 def _layer_modules(
     model: Sequence[torch.nn.Module],
-) -> Iterator[tuple[str, int, str, torch.nn.Module]]:
-    """Yield (block, global layer_number, name in the layer, module) of the planned layers."""
-    for block, number, layer in _planned_layers(model):
-        for name, module in layer.named_modules():
-            yield block, number, name, module
+) -> Iterator[tuple[_Layer, str, torch.nn.Module]]:
+    """Yield (layer, name in the layer, module) of the planned layers."""
+    for layer in _planned_layers(model):
+        for name, module in layer.module.named_modules():
+            yield layer, name, module
 
 
-def _planned_layers(
-    model: Sequence[torch.nn.Module],
-) -> Iterator[tuple[str, int, torch.nn.Module]]:
-    """Yield (block, global layer_number, layer) of the language model's layers."""
-    for chunk in model:
+def _planned_layers(model: Sequence[torch.nn.Module]) -> Iterator[_Layer]:
+    """Yield the language model's layers."""
+    for index, chunk in enumerate(model):
         is_planned = _planned_paths(chunk)
-        for path, block, number, layer in _outermost_layers(chunk):
-            if is_planned(path):
-                yield block, number, layer
+        for layer in _outermost_layers(chunk, index):
+            if is_planned(layer.path):
+                yield layer
 
 
-def _outermost_layers(
-    chunk: torch.nn.Module,
-) -> Iterator[tuple[str, str, int, torch.nn.Module]]:
-    """Yield (path, block, global layer_number, layer) of the layers that are in no other layer."""
+def _outermost_layers(chunk: torch.nn.Module, index: int = 0) -> Iterator[_Layer]:
+    """Yield the layers of a model chunk that are in no other layer; `index` is the chunk's."""
     inside: str | None = None
-    for path, layer in chunk.named_modules():
+    for path, module in chunk.named_modules():
         match = _LAYER.match(path)
-        number = getattr(layer, "layer_number", None)
+        number = getattr(module, "layer_number", None)
         within = inside is not None and path.startswith(inside)
         if match is None or within or not isinstance(number, int):
             continue
         inside = path + "."
-        yield path, match["block"], number, layer
+        yield _Layer(path, match["block"], number, index, module)
 
 
 def _planned_paths(chunk: torch.nn.Module) -> Callable[[str], bool]:
@@ -251,9 +265,10 @@ def _warn_of_other_layers(model: Sequence[torch.nn.Module]) -> None:
     left: dict[str, int] = {}
     for chunk in model:
         is_planned = _planned_paths(chunk)
-        for path, _, _, layer in _outermost_layers(chunk):
-            if not is_planned(path) and any(_kind(module) for module in layer.modules()):
-                parent, _, _ = path.rpartition(".")  # `vision.layers` of `vision.layers.3`
+        for layer in _outermost_layers(chunk):
+            has_linears = any(_kind(module) for module in layer.module.modules())
+            if has_linears and not is_planned(layer.path):
+                parent, _, _ = layer.path.rpartition(".")  # `vision.layers` of `vision.layers.3`
                 left[parent] = left.get(parent, 0) + 1
     if left:
         named = ", ".join(f"{parent} ({count} layers)" for parent, count in left.items())
@@ -272,7 +287,7 @@ def _kind(module: torch.nn.Module) -> LinearKind | None:
 
 
 def _placements(
-    module: Any, kind: LinearKind, topology: Topology, *, name: str, layer_number: int, block: str
+    module: Any, kind: LinearKind, topology: Topology, layer: _Layer, name: str
 ) -> list[Placement]:
     """Return where the weights of a linear are.
 
@@ -280,9 +295,8 @@ def _placements(
         module: the linear.
         kind: how it is sharded.
         topology: this rank's place.
+        layer: its layer.
         name: the linear's name within its layer.
-        layer_number: Megatron's global number of the layer, 1-based.
-        block: the module that holds the layers.
     """
     config = module.config
     weights = weights_of(module)
@@ -298,13 +312,13 @@ def _placements(
     tp = topology.expert_tp if is_expert else topology.tp
     if is_replicated(module):
         tp = Axis(rank=tp.rank)  # one shard, which several ranks hold
-    is_repeated = block.split(".")[0] == "mtp" and getattr(config, "mtp_use_repeated_layer", False)
+    is_repeated = layer.block == "mtp" and getattr(config, "mtp_use_repeated_layer", False)
     rows, cols = weights[0].shape
     gated = bool(config.gated_linear_unit) and name.endswith("linear_fc1")
     _warn_of_short_tiles((rows // 2 if gated else rows, cols), name, tp)
     return [
         Placement(
-            name=linear_name(layer_number, name, block),
+            name=linear_name(layer.number, name, layer.block),
             stage=topology.stage,
             kind=kind,
             in_features=cols * (tp.size if kind == "row" else 1),
@@ -314,6 +328,8 @@ def _placements(
             expert=expert,
             num_active=float(config.moe_router_topk) if is_expert else 1.0,
             num_calls=int(config.mtp_num_layers) if is_repeated else 1,
+            chunk=layer.chunk,
+            layer_in_chunk=int(layer.path.rpartition(".")[2]),
         )
         for expert in experts
     ]
@@ -356,6 +372,28 @@ def global_linears(placements: Sequence[Placement], topology: Topology) -> tuple
                     "global layer_number, which must be unique"
                 )
     return tuple(info for _, info in sorted(merged.values(), key=_model_order))
+
+
+def stage_layers(
+    linears: Sequence[LinearInfo], topology: Topology, num_chunks: int
+) -> StageLayers | None:
+    """Return which layers each pipeline stage holds; None if numbers do not tell them apart.
+
+    Args:
+        linears: every linear of the model, as `global_linears` returns them.
+        topology: this rank's place.
+        num_chunks: number of model chunks of each stage.
+    """
+    found: list[list[dict[str, int]]] = [
+        [{} for _ in range(num_chunks)] for _ in range(topology.num_stages)
+    ]
+    for linear in linears:
+        layer, _, _ = outer_layer(linear.name)
+        found[linear.stage][linear.chunk][layer] = linear.layer_in_chunk
+    try:
+        return StageLayers(tuple(map(tuple, found)))
+    except UsageError:
+        return None  # two language models side by side have blocks of one name
 
 
 def _model_order(entry: tuple[int, LinearInfo]) -> tuple[str, int, int, int]:

@@ -13,7 +13,7 @@ from megatron_snip.collectives import any_rank, attempt, gather_json, unless_ref
 from megatron_snip.config import Backend
 from megatron_snip.errors import UnsupportedError
 from megatron_snip.formats import Format
-from megatron_snip.linears.discovery import find_linears, global_linears
+from megatron_snip.linears.discovery import find_linears, global_linears, stage_layers
 from megatron_snip.linears.megatron_linear import SimulatedMegatronLinear
 from megatron_snip.linears.planned_linear import PlannedLinear
 from megatron_snip.linears.runtime import Runtime
@@ -45,6 +45,8 @@ class PlannedModel:
         machine: what decides how Transformer Engine's linears run.
         linears: this rank's linears, in model order; a grouped linear once.
         all_linears: every linear of the model, in the same order on all ranks.
+        stage_layers: which layers each pipeline stage holds, the same on all ranks; None where
+            numbers do not tell layers apart.
         has_fused_mlps: whether MLPs of any rank run fused operations; the same on all ranks.
         changes: how often the option of each linear of the model has changed; the same on all
             ranks.
@@ -77,6 +79,7 @@ class PlannedModel:
         reading = partial(self._plan_own_linears, backend)
         own = unless_refused("reading the model's linears", reading, topology.control)
         self.all_linears: tuple[LinearInfo, ...] = global_linears(own, topology)
+        self.stage_layers = stage_layers(self.all_linears, topology, len(self.chunks))
         self.has_fused_mlps = any_rank(bool(self._own_ties), topology.control)
         if not self.all_linears:
             raise UnsupportedError(

@@ -1,12 +1,13 @@
 """PrecisionPlan: the formats of every linear's GEMMs, as a file and as a record.
 
-The file, schema version 2, holds exactly these keys:
+The file, schema version 3, holds exactly these keys:
 
-    {"version": 2, "iteration": int, "policy": str, "status": str, "objective": number | null,
+    {"version": 3, "iteration": int, "policy": str, "status": str, "objective": number | null,
      "bound": number | null, "seconds": number, "target": number, "efficiency": number,
-     "stages": [efficiency of each], "linears": {name: {"fprop", "dgrad", "wgrad"}},
-     "digest": str}
+     "stages": [efficiency of each], "stage_layers": [[{layer: number}]] | null,
+     "linears": {name: {"fprop", "dgrad", "wgrad"}}, "digest": str}
 
+`stage_layers` is described in `planning/stage_layers.py`. Version 2 lacks it; it is still read.
 `digest` is the SHA-256 (hex) of the JSON of `linears` alone, keys sorted, ASCII, without spaces:
 `json.dumps(linears, sort_keys=True, separators=(",", ":"))`. Plans with equal digests set every
 linear alike, so ranks compare digests before they apply a plan.
@@ -19,7 +20,7 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, Field, model_validator
 
 from megatron_snip.errors import UsageError, listing
 from megatron_snip.files import Label, read_json, read_record, write_atomic
@@ -27,6 +28,7 @@ from megatron_snip.formats import get_format
 from megatron_snip.options import BF16, Option
 from megatron_snip.planning.option_table import as_fraction, ratio
 from megatron_snip.planning.problem import STRICT
+from megatron_snip.planning.stage_layers import StageLayers
 
 Status = Literal["optimal", "feasible", "fixed"]
 """optimal: proven best (to a relative 1e-9); feasible: all constraints hold, and the gap limits the
@@ -38,6 +40,9 @@ StageAndFlops = Mapping[str, tuple[int, float]]
 
 class PrecisionPlan(BaseModel):
     """The option of every linear, and how good that choice is.
+
+    Raises:
+        UsageError: if `stage_layers` lacks the layer of a linear.
 
     Attributes:
         version: Version of the file's schema.
@@ -52,14 +57,16 @@ class PrecisionPlan(BaseModel):
         seconds: Wall time for making the plan.
         target: The least efficiency that was asked for; 0 for policies without a target.
         efficiency: Efficiency over all linears (defined in `planning/option_table.py`).
-        stages: Efficiency of every pipeline stage; 1 for a stage without linears.
+        stages: Efficiency of every pipeline stage with linears, and of those before it; 1 for a
+            stage without linears.
+        stage_layers: Which layers each pipeline stage holds; None if that is not known.
         linears: Option of each linear, by name.
         digest: SHA-256 of the assignment; see the file's description.
     """
 
     model_config = STRICT
 
-    version: Literal[2] = 2
+    version: Literal[3] = 3
     iteration: Annotated[int, Field(ge=0, lt=2**53)]
     policy: Label
     status: Status
@@ -69,8 +76,15 @@ class PrecisionPlan(BaseModel):
     target: Annotated[float, Field(ge=0.0, le=1.0)]
     efficiency: float
     stages: Annotated[tuple[float, ...], Field(strict=False)]
+    stage_layers: StageLayers | None = None
     linears: dict[Label, Option]
     digest: Label
+
+    @model_validator(mode="after")
+    def _check_stages(self) -> Self:
+        if self.stage_layers is not None:
+            self.stage_layers.local_names(self.linears)
+        return self
 
     @property
     def label(self) -> str:
@@ -128,7 +142,7 @@ class PrecisionPlan(BaseModel):
         Raises:
             UsageError: one line that names `source` and what is wrong.
         """
-        plan = read_record(cls, value, source, version=2)
+        plan = read_record(cls, value, source, version=3, older=2)
         wanted = assignment_digest(plan.linears)
         if plan.digest != wanted:
             raise UsageError(
@@ -144,6 +158,7 @@ def assigned_plan(
     lowest_format: str,
     policy: str,
     iteration: int = 0,
+    stage_layers: StageLayers | None = None,
 ) -> PrecisionPlan:
     """Return the plan of an assignment that no policy made, with its efficiency.
 
@@ -153,6 +168,7 @@ def assigned_plan(
         lowest_format: The format whose share of FLOPs is the efficiency.
         policy: Name of the origin of the assignment, which takes the place of a policy's name.
         iteration: Iteration at which the plan was asked for.
+        stage_layers: Which layers each pipeline stage holds; None if that is not known.
     """
     assert set(linears) == set(stage_and_flops)
     num_stages = 1 + max(stage for stage, _ in stage_and_flops.values())
@@ -171,6 +187,7 @@ def assigned_plan(
         target=0.0,
         efficiency=ratio(sum(gain, Fraction(0)), sum(total, Fraction(0))),
         stages=tuple(map(ratio, gain, total)),
+        stage_layers=stage_layers,
         linears=dict(linears),
         digest=assignment_digest(linears),
     )

@@ -83,6 +83,7 @@ def make_plan(
         target=target if policy.heeds_target else 0.0,
         efficiency=table.efficiency(columns),
         stages=table.stage_efficiencies(columns),
+        stage_layers=problem.stage_layers,
         linears=linears,
         digest=assignment_digest(linears),
     )

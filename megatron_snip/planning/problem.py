@@ -1,17 +1,18 @@
 """PlanningProblem: the linears of a model and what each of their options costs and saves.
 
-The file, schema version 1, holds exactly these keys:
+The file, schema version 2, holds exactly these keys:
 
-    {"version": 1,
+    {"version": 2,
      "linears": [{"name": str, "stage": int, "flops": number,
                   "options": {OPTION: {"quality_loss": number | null, "saving": number,
                                        "seconds": number (optional),
                                        "scores": {NAME: number | null} (optional)}}}],
      "target": number,
+     "stage_layers": [[{LAYER: number}, ...], ...] (optional; see `planning/stage_layers.py`),
      "ties": [[NAME, ...], ...] (optional),
      "pins": [[GLOB, OPTION], ...] (optional)}
 
-A run writes one such file at every refresh.
+A run writes one such file at every refresh. Version 1 lacks `stage_layers`; it is still read.
 """
 
 import json
@@ -26,10 +27,8 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 from megatron_snip.errors import UsageError, naming_field
 from megatron_snip.files import Label, read_json, read_record, write_atomic
 from megatron_snip.options import Option
+from megatron_snip.planning.stage_layers import MAX_STAGE, StageLayers
 from megatron_snip.types import Gemm
-
-MAX_STAGE = 9999
-"""Largest pipeline stage; a plan lists every stage up to the largest."""
 
 STRICT = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 """How records of files are read."""
@@ -106,12 +105,14 @@ class PlanningProblem(BaseModel):
     """A problem for the planner; see the file's description.
 
     Raises:
-        UsageError: if two linears have the same name, or a pin's option is unknown.
+        UsageError: if two linears have the same name, a pin's option is unknown, or `stage_layers`
+            has another stage for a linear.
 
     Attributes:
         version: Version of the file's schema.
         linears: The linears, in the order in which plans and tables list them.
         target: The least efficiency of a plan, in [0, 1].
+        stage_layers: Which layers each pipeline stage holds; None if that is not known.
         ties: Names of linears that must have the same option, in groups of two or more.
         pins: (glob, option) pairs: the pins of the run that wrote the problem. `make_plan` uses
             those of its settings only; `megatron-snip plan` and `pareto` add these.
@@ -119,9 +120,10 @@ class PlanningProblem(BaseModel):
 
     model_config = STRICT
 
-    version: Literal[1] = 1
+    version: Literal[2] = 2
     linears: Annotated[tuple[LinearChoices, ...], Field(min_length=1, strict=False)]
     target: _Share
+    stage_layers: StageLayers | None = None
     ties: Annotated[tuple[_Tie, ...], Field(strict=False)] = ()
     pins: Annotated[tuple[_Pin, ...], Field(strict=False)] = ()
 
@@ -147,6 +149,20 @@ class PlanningProblem(BaseModel):
         for name, count in Counter(self.names).items():
             if count > 1:
                 raise UsageError(f"linear '{name}' is listed twice")
+        return self
+
+    @model_validator(mode="after")
+    def _check_stages(self) -> Self:
+        if self.stage_layers is None:
+            return self
+        places = self.stage_layers.local_names(self.names)
+        for linear in self.linears:
+            stage, _ = places[linear.name]
+            if stage != linear.stage:
+                raise UsageError(
+                    f"'{linear.name}' is on stage {linear.stage}; stage_layers has its layer on "
+                    f"stage {stage}"
+                )
         return self
 
     @property
@@ -178,6 +194,8 @@ class PlanningProblem(BaseModel):
         So the interpreter lock is never held for long, however large the problem is.
         """
         head = f'"version": {self.version}, "target": {json.dumps(self.target)}, '
+        if self.stage_layers is not None:
+            head += f'"stage_layers": {self.stage_layers.model_dump_json()}, '
         if self.ties:
             head += f'"ties": {json.dumps(self.ties)}, '
         if self.pins:
@@ -196,7 +214,7 @@ class PlanningProblem(BaseModel):
         Raises:
             UsageError: one line that names `source`, the place, what was got and what is wanted.
         """
-        return read_record(cls, value, source)
+        return read_record(cls, value, source, version=2, older=1)
 
 
 def read_problem(path: Path) -> PlanningProblem:

@@ -13,6 +13,7 @@ have had other settings, another machine or another parallel layout. The setting
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from megatron_snip.config import SnipConfig
 from megatron_snip.errors import UsageError
@@ -73,7 +74,8 @@ class Fitting:
     def plan(self, plan: PrecisionPlan) -> tuple[PrecisionPlan, list[Replacement]]:
         """Return a plan as this run allows it, and what had to change.
 
-        Its efficiencies are those of this run's pipeline stages and lowest precision.
+        Its stages are those of this run, and its efficiencies those of this run's stages and lowest
+        precision.
 
         Args:
             plan: a plan of the same linears, of this run or another one.
@@ -95,14 +97,21 @@ class Fitting:
         for replacement in list(self._untied(linears, refusals)):
             replaced.append(replacement)
             linears[replacement.linear] = replacement.new
-        lowest = self._config.lowest_format
-        fitted = assigned_plan(linears, self._stage_and_flops, lowest, plan.policy, plan.iteration)
+        stage_layers = self._available.stage_layers
+        fitted = assigned_plan(
+            linears,
+            self._stage_and_flops,
+            lowest_format=self._config.lowest_format,
+            policy=plan.policy,
+            iteration=plan.iteration,
+            stage_layers=stage_layers,
+        )
         if replaced:
             return fitted, replaced
+        update: dict[str, Any] = {"stage_layers": stage_layers}
         # A plan of this layout that counts seconds has efficiencies that FLOPs do not give.
-        if self._config.cost == "time" and len(plan.stages) == len(fitted.stages):
-            return plan, []
-        update = {"efficiency": fitted.efficiency, "stages": fitted.stages}
+        if self._config.cost != "time" or len(plan.stages) != len(fitted.stages):
+            update |= {"efficiency": fitted.efficiency, "stages": fitted.stages}
         return plan.model_copy(update=update), []
 
     def _replacement(self, name: str, old: Option, refusals: Refusals) -> Replacement | None:

@@ -13,6 +13,7 @@ The first plan comes from one of four sources. The first of these five rules tha
 Then it is made to fit the settings and the linears of this run (fitting.py).
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from enum import Enum, auto
 from pathlib import Path
@@ -23,7 +24,7 @@ from megatron_snip.formats import get_format
 from megatron_snip.linears.availability import AvailableOptions, available_options
 from megatron_snip.linears.calibrate import timed_options
 from megatron_snip.linears.model import PlannedModel
-from megatron_snip.options import BF16
+from megatron_snip.options import BF16, Option
 from megatron_snip.planning.plan import (
     PrecisionPlan,
     assigned_plan,
@@ -236,7 +237,7 @@ class RunPlans:
         """Return the plan that changes nothing but what a pin sets."""
         job = self.available.job
         linears = {name: self.config.pin_of(name) or option for name, option in job.items()}
-        return assigned_plan(linears, self.stage_and_flops, self.config.lowest_format, "job")
+        return self._assigned(linears, "job", iteration=0)
 
     # ---- later plans ----------------------------------------------------------------------------
 
@@ -255,8 +256,18 @@ class RunPlans:
         for name, option in plan.linears.items():
             is_pinned = self.config.pin_of(name) is not None
             linears[name] = option if is_pinned else self.available.job[name]
+        return self._assigned(linears, "guard", iteration)
+
+    def _assigned(
+        self, linears: Mapping[str, Option], policy: str, iteration: int
+    ) -> PrecisionPlan:
         return assigned_plan(
-            linears, self.stage_and_flops, self.config.lowest_format, "guard", iteration
+            linears,
+            self.stage_and_flops,
+            lowest_format=self.config.lowest_format,
+            policy=policy,
+            iteration=iteration,
+            stage_layers=self.available.stage_layers,
         )
 
     # ---- what differs from another run ----------------------------------------------------------

@@ -6,10 +6,16 @@ from typing import Any
 from hypothesis import HealthCheck, settings
 
 from megatron_snip.errors import InfeasiblePlanError, PlanningError, UsageError
+from megatron_snip.planning.stage_layers import StageLayers
 from tests.unit.planning.build import plan_of, problem_of
 
-PLAN = plan_of(["fp4", "fp8"], iteration=3, stages=(0.5,), objective=0.25)
-PROBLEM = problem_of([(0.1, 0.4), (0.2, 0.3)], scores=[{"abs_error": 0.1}] * 2)
+STAGE_LAYERS = StageLayers([[{"decoder.layers.0": 0, "decoder.layers.1": 1}]])
+PLAN = plan_of(
+    ["fp4", "fp8"], iteration=3, stages=(0.5,), objective=0.25, stage_layers=STAGE_LAYERS
+)
+PROBLEM = problem_of([(0.1, 0.4), (0.2, 0.3)], scores=[{"abs_error": 0.1}] * 2).model_copy(
+    update={"stage_layers": STAGE_LAYERS}
+)
 DIVERGENCES = {
     "version": 2,
     "iteration": 4,
@@ -51,6 +57,8 @@ TE_CONFIG = {
             },
         }
     },
+    "pipeline_stage": 0,
+    "stage_layers": [[{"decoder.layers.0": 0}]],
     "matchers": {"a": {"type": "glob", "pattern": "*fc1", "config": "low", "enabled": True}},
 }
 SNIP = {"efficiency_target": 0.75, "formats": ["fp8", "fp4"], "pins": ["a*=fp8"], "interval": 10}

@@ -17,7 +17,7 @@ from megatron_snip.cli.script import read_argument_file
 from megatron_snip.config import make_config
 from megatron_snip.errors import UsageError
 from megatron_snip.files import MAX_BYTES, read_json, read_yaml
-from megatron_snip.linears.te.precision_config import PrecisionFile, Stages
+from megatron_snip.linears.te.precision_config import PrecisionFile
 from megatron_snip.options import Option
 from megatron_snip.planning import solver_process
 from megatron_snip.planning.calibration import read_calibration, with_seconds
@@ -77,7 +77,7 @@ def use_calibration(file: Path) -> None:
 def imported(file: Path) -> Option:
     precision = PrecisionFile(read_yaml(file), "'file'")
     precision.has_evaluation_recipes()
-    return precision.option(FC1, Stages.even(1, 1), Option.parse("bf16"))
+    return precision.option(FC1, Option.parse("bf16"))
 
 
 def use_precision_file(file: Path) -> None:

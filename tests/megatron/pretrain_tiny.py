@@ -19,6 +19,7 @@ import hashlib
 import json
 import math
 import os
+import re
 import signal
 from functools import partial
 from pathlib import Path
@@ -200,6 +201,21 @@ def datasets_provider(samples: list[int], vp_stage: int | None = None) -> Any:
     )
 
 
+def recipes() -> dict[str, str]:
+    """What each module of Transformer Engine ran its last forward in, by its global name."""
+    found = {}
+    for model in MODELS:
+        for path, layer in model.named_modules():
+            match = re.fullmatch(r"(\w+)\.layers\.\d+", path)
+            if match is None:
+                continue
+            for name, module in layer.named_modules():
+                if hasattr(module, "fp8_meta"):
+                    recipe = type(module.fp8_meta["recipe"]).__name__ if module.fp8 else "bf16"
+                    found[f"{match[1]}.layers.{layer.layer_number - 1}.{name}"] = recipe
+    return found
+
+
 def write_results() -> None:
     digest = hashlib.sha256()
     quantized = []
@@ -212,6 +228,7 @@ def write_results() -> None:
             digest.update(own.contiguous().view(torch.uint8).numpy().tobytes())
     results = {"weights": digest.hexdigest(), "losses": LOSSES, "evaluated": EVALUATED}
     results["quantized"] = quantized
+    results["recipes"] = recipes()
     folder = Path(os.environ["TINY_RESULTS"])
     (folder / f"{os.environ['RANK']}.json").write_text(json.dumps(results))
 

@@ -4,32 +4,32 @@
       fp8: {transformer_engine_config_type: TEQuantizationParams, training_recipe: {...}}
     matchers:                   ordered globs on module names; the first that matches decides
       decoder.layers.0.mlp.linear_fc1: {type: glob, pattern: ..., config: fp8, enabled: true}
+    pipeline_stage: 0           of a file for one stage
+    stage_layers: [[{...}]]     where the layers are: `planning/stage_layers.py`
 
-Megatron matches the names that a model chunk gives its modules, in which `layers.N` counts from 0
-in every chunk. A plan's names are global; `Stages` knows which layers a chunk holds. Where pipeline
-stages need different recipes at the same local layer, each stage needs a file of its own; where two
-chunks of one stage do, no file can express it.
+Megatron ignores the last two, by which `import` knows what the file is for. Megatron matches the
+names that a model chunk gives its modules, in which `layers.N` counts from 0 in every chunk. A
+plan's names are global; `StageLayers` knows which layers a chunk holds. Where pipeline stages need
+different recipes at the same local layer, each stage needs a file of its own; where two chunks of
+one stage do, no file can express it.
 
-Layers of multi-token prediction are all on the last chunk of the last stage and have the same
-numbers there. Layers of an encoder are known only without pipeline stages. Experts are named with
-and without the index that Megatron's sequential experts have.
+Experts are named with and without the index that Megatron's sequential experts have.
 """
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import accumulate
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel
+from pydantic import BaseModel, Field
 
 from megatron_snip.errors import UsageError
 from megatron_snip.files import checked
 from megatron_snip.linears.te.recipe import RecipeFields, TERecipe, storage_fields
 from megatron_snip.options import BF16, Option
 from megatron_snip.output import yaml_text
-from megatron_snip.types import glob_pattern, has_wildcards, split_linear_name
+from megatron_snip.planning.stage_layers import StageLayers
+from megatron_snip.types import glob_pattern, has_wildcards
 
 _TRAINING = "training_recipe"
 _ADVICE = """\
@@ -38,76 +38,10 @@ In a BF16 run Megatron-Core before 0.19 quantizes weights in the first step and 
 (NVIDIA/Megatron-LM#5641), and no release pads experts' tokens as low precision needs."""
 
 
-@dataclass(frozen=True)
-class Stages:
-    """Which of the decoder's layers each model chunk holds.
-
-    Attributes:
-        num_stages: pipeline-parallel size.
-        chunks: number of layers of each chunk in forward order: chunk 0 of every stage, then chunk
-            1 of every stage, and so on; one chunk per stage without interleaving.
-
-    Raises:
-        UsageError: if the number of chunks is not a multiple of the number of stages.
-    """
-
-    num_stages: int
-    chunks: tuple[int, ...]
-
-    def __post_init__(self) -> None:
-        if self.num_stages < 1 or not self.chunks or len(self.chunks) % self.num_stages:
-            raise UsageError(
-                f"{len(self.chunks)} model chunks for {self.num_stages} pipeline stages; give the "
-                "same number of chunks for every stage"
-            )
-
-    @classmethod
-    def even(cls, num_layers: int, num_stages: int) -> Self:
-        """Return stages of equal size, one chunk each.
-
-        Raises:
-            UsageError: if layers do not divide evenly.
-        """
-        if num_stages < 1 or num_layers % num_stages:
-            raise UsageError(
-                f"{num_layers} layers do not divide evenly into {num_stages} pipeline stages; give "
-                "the layers of each chunk"
-            )
-        return cls(num_stages, (num_layers // num_stages,) * num_stages)
-
-    def local(self, name: str) -> tuple[int, str]:
-        """Return (stage, the name that Megatron matches there) of a global name.
-
-        Raises:
-            UsageError: if it is no linear's name, or the layer does not exist or is an encoder's
-                and there are several chunks.
-        """
-        block, layer, module = split_linear_name(name)
-        if block == "encoder" and len(self.chunks) > 1:
-            raise UsageError(
-                f"'{name}': which layers of an encoder a pipeline stage holds is not known here; "
-                "give --pipeline-stages 1, and train without pipeline stages"
-            )
-        if block != "decoder":
-            return self.num_stages - 1, name
-        ends = list(accumulate(self.chunks))
-        if layer >= ends[-1]:
-            raise UsageError(f"'{name}': the pipeline holds {ends[-1]} layers")
-        chunk = next(i for i, end in enumerate(ends) if layer < end)
-        local = layer - (ends[chunk] - self.chunks[chunk])
-        return chunk % self.num_stages, f"{block}.layers.{local}.{module}"
-
-
-def num_layers(names: Iterable[str]) -> int:
-    """Return the number of decoder layers that the names imply."""
-    split = map(split_linear_name, names)
-    return max((layer + 1 for block, layer, _ in split if block == "decoder"), default=0)
-
-
 def export_configs(
     linears: Mapping[str, Option],
     recipes: Mapping[Option, TERecipe],
-    stages: Stages,
+    stage_layers: StageLayers,
     stores_weights: bool = False,
 ) -> list[dict[str, Any]]:
     """Return the file of every pipeline stage, as plain types; one file if all can share it.
@@ -115,16 +49,17 @@ def export_configs(
     Args:
         linears: option of each linear, by global name.
         recipes: Transformer Engine's recipe of each of these options.
-        stages: where the layers are.
+        stage_layers: where the layers are.
         stores_weights: whether each recipe also says how the weight is stored; Megatron-Core
             before 0.19 has no such fields.
 
     Raises:
         UsageError: if two chunks of a stage need different recipes for one local name.
     """
-    tables: list[dict[str, tuple[str, Option]]] = [{} for _ in range(stages.num_stages)]
-    for name, option in linears.items():
-        stage, local = stages.local(name)
+    layers = stage_layers.model_dump(mode="json")
+    tables: list[dict[str, tuple[str, Option]]] = [{} for _ in layers]
+    for name, (stage, local) in stage_layers.local_names(linears).items():
+        option = linears[name]
         other, taken = tables[stage].setdefault(local, (name, option))
         if recipes[taken] != recipes[option]:
             raise UsageError(
@@ -137,8 +72,15 @@ def export_configs(
         for local, (name, option) in table.items():
             _, taken = shared.setdefault(local, (name, option))
             if recipes[taken] != recipes[option]:  # each stage needs a file of its own
-                return [_config(table, recipes, stores_weights) for table in tables]
-    return [_config(shared, recipes, stores_weights)]
+                return [
+                    {
+                        **_config(table, recipes, stores_weights),
+                        "pipeline_stage": stage,
+                        "stage_layers": layers,
+                    }
+                    for stage, table in enumerate(tables)
+                ]
+    return [{**_config(shared, recipes, stores_weights), "stage_layers": layers}]
 
 
 def _config(
@@ -176,6 +118,11 @@ def _sequential(local: str) -> str:
     return local.replace(".experts.linear_", ".experts.local_experts.*.linear_")
 
 
+def _first_expert(local: str) -> str:
+    """Return the name of the first of a layer's sequential experts."""
+    return _sequential(local).replace("*", "0")
+
+
 def config_text(config: Mapping[str, Any], comment: Sequence[str], flags: str) -> str:
     """Return the YAML of a file, one matcher per line, under a comment and how to use the file.
 
@@ -204,6 +151,13 @@ class _Config(BaseModel, extra="forbid"):
     evaluation_recipe: dict[Any, Any] | None = None
 
 
+class _Purpose(BaseModel):
+    """What an exported file is for."""
+
+    pipeline_stage: Annotated[int, Field(ge=0)] | None = None
+    stage_layers: StageLayers | None = None
+
+
 class PrecisionFile:
     """A file to import.
 
@@ -211,6 +165,8 @@ class PrecisionFile:
         source: how error messages call it.
         configs: recipes by name. Those that no linear gets are not checked.
         matchers: those that are enabled, by name; the first that matches decides.
+        stage: the pipeline stage that it is for; None if it does not say so.
+        stage_layers: where the layers are that it is for; None if it does not say so.
     """
 
     def __init__(self, value: Mapping[str, Any], source: str) -> None:
@@ -228,6 +184,9 @@ class PrecisionFile:
         )
         enabled = {name: each for name, each in matchers.items() if each.get("enabled")}
         self.matchers = checked(dict[Any, _Matcher], enabled, f"{source}: matchers")
+        purpose = checked(_Purpose, dict(value), source)
+        self.stage = purpose.pipeline_stage
+        self.stage_layers = purpose.stage_layers
         self._ordered = list(self.matchers.values())
         self._exact: dict[str, int] = {}
         self._globs: list[tuple[int, re.Pattern[str]]] = []
@@ -248,14 +207,11 @@ class PrecisionFile:
                     f"got '{matcher.config}'"
                 )
 
-    def option(
-        self, name: str, stages: Stages, base: Option, sequential_experts: bool = False
-    ) -> Option:
+    def option(self, local: str, base: Option, sequential_experts: bool = False) -> Option:
         """Return the option that Megatron would give a linear.
 
         Args:
-            name: global name of the linear.
-            stages: where the layers are.
+            local: name of the linear in its model chunk.
             base: what the run does by default: BF16 unless it has `--fp8-format` or
                 `--fp4-format`. It applies where no matcher matches and where a recipe does not
                 override it.
@@ -265,9 +221,8 @@ class PrecisionFile:
         Raises:
             UsageError: if the config is malformed, or its recipe is no format of a plan.
         """
-        _, local = stages.local(name)
         if sequential_experts:
-            local = _sequential(local).replace("*", "0")
+            local = _first_expert(local)
         matcher = self._matcher_of(local)
         if matcher is None:
             return base
@@ -275,6 +230,26 @@ class PrecisionFile:
         config = checked(_Config, self.configs[key], f"{self.source}: config '{key}'")
         fields = config.training_recipe
         return fields.recipe.option if fields.applies(run_is_quantized=base != BF16) else base
+
+    def unmatched(self, local_names: Iterable[str]) -> list[str]:
+        """Return the names of the matchers that fit no linear.
+
+        Experts are tried under both names, since `export` writes a matcher for each.
+
+        Args:
+            local_names: names of the linears in their model chunks.
+        """
+        names = {spelled for name in local_names for spelled in (name, _first_expert(name))}
+        found = []
+        for key, matcher in self.matchers.items():
+            if has_wildcards(matcher.pattern):
+                pattern = glob_pattern(matcher.pattern)
+                fits = any(pattern.match(name) for name in names)
+            else:
+                fits = matcher.pattern in names
+            if not fits:
+                found.append(str(key))
+        return found
 
     def _matcher_of(self, local: str) -> _Matcher | None:
         """Return the first matcher of a name; a pattern without wildcards is only looked up."""

@@ -162,9 +162,11 @@ BAD = {
         ("ten", "--capability: must be like 9.0"),
         ("10.0 --output plan.json", "'plan.json' is 'plan.json', which this command reads"),
         ("10.0 --output three.json", "'three.json' holds a plan; name another file"),
-        ("10.0 --pipeline-stages 3", "4 layers do not divide"),
+        ("10.0 --pipeline-stages 3", "3 pipeline stages holds is not known; give the number of"),
+        ("10.0 --pipeline-stages 3 --chunk-layers 2,2", "2 model chunks for 3 pipeline stages"),
         ("10.0 --pipeline-stages two", "--pipeline-stages: must be"),
-        ("10.0 --chunk-layers 1,2", "3 layers in 2 chunks"),
+        ("10.0 --chunk-layers 2,2", "gives 2 model chunks, and the number of pipeline stages"),
+        ("10.0 --pipeline-stages 2 --chunk-layers 1,2", "3 layers in 2 chunks"),
         ("8.0 --nearest --chunk-layers x", "--chunk-layers: must be"),
     ],
     "export plan.json --to yaml --output new.yaml": [
@@ -172,7 +174,6 @@ BAD = {
     ],
     "import --problem problem.json --output new.json": [
         ("absent.yaml", "'absent.yaml': No such file or directory"),
-        ("a.yaml b.yaml c.yaml", "one for each (--pipeline-stages changes their number)"),
         ("a.yaml --output a.yaml", "'a.yaml' is 'a.yaml', which this command reads"),
         ("absent.yaml --output problem.json", "'problem.json', which this command reads"),
         ("plan.json", "'plan.json' is no precision file of Megatron: no 'matchers'"),

@@ -12,6 +12,7 @@ import yaml
 from megatron_snip.__main__ import main
 from megatron_snip.planning.plan import read_plan, write_plan
 from megatron_snip.planning.problem import write_problem
+from megatron_snip.planning.stage_layers import StageLayers
 from tests.unit.planning.build import name_of, options_of, plan_of, problem_of
 
 EXPORT = ["export", "plan.json", "--output", "out.yaml", "--capability"]
@@ -150,24 +151,133 @@ def test_fp4_does_not_run_on_hopper(
     assert imported("out.yaml") == ["fp8_blockwise", "fp8_blockwise", "bf16", "fp8_blockwise"]
 
 
-def test_stages_have_files_of_their_own(
-    folder: Path, printed: Any, refused: Any, imported: Any
-) -> None:
+FACTS = StageLayers(
+    [[{}], [{f"decoder.layers.{i}": i for i in range(3)}], [{"decoder.layers.3": 0}]]
+)
+"""Of the layout `E|ttt|tL`."""
+UNEVEN = ["fp8", "fp4", "bf16", "fp4"]
+
+
+@pytest.fixture
+def uneven(folder: Path) -> Path:
+    """A plan and a problem of a run whose stages have no, three and one layer."""
+    write_plan(plan_of(UNEVEN, stages=(1.0, 0.5, 1.0), stage_layers=FACTS), Path("plan.json"))
+    problem = problem_of([[0.0, 1.0]] * 4, stages=[1, 1, 1, 2])
+    write_problem(problem.model_copy(update={"stage_layers": FACTS}), Path("problem.json"))
+    return folder
+
+
+STAGES = [f"out.stage{stage}.yaml" for stage in range(3)]
+
+
+def test_stages_have_files_of_their_own(uneven: Path, printed: Any, imported: Any) -> None:
     """Global names would match other layers in each stage of such a job."""
-    files, two = ["out.stage0.yaml", "out.stage1.yaml"], ["--pipeline-stages", "2"]
-    text = printed(*EXPORT, "10.0", *two)
+    text = printed(*EXPORT, "10.0")
+    assert "wrote out.stage0.yaml: 0 matchers of no layers" in text
+    assert "wrote out.stage1.yaml: 3 matchers of decoder.layers.0 to decoder.layers.2" in text
+    assert "one file for each of 3 pipeline stages" in text
     assert "  --te-precision-config-file out.stage0.yaml  # of its stage" in text
     assert not Path("out.yaml").exists()
-    assert imported(*files, *two) == ["nvfp4", "mxfp8", "bf16", "nvfp4"]
-    words = ["--problem", "problem.json", "--output", "other.json"]
-    assert "2 files for 1 pipeline stages" in refused("import", files[0], "x.yaml", *words)
-    # A plan of several stages has as many files.
-    write_plan(plan_of(["fp8", "fp8", "bf16", "fp4"], stages=(0.5, 0.5)), Path("plan.json"))
+    last = yaml.safe_load(Path(STAGES[2]).read_text())
+    (matcher,) = last["matchers"].values()
+    assert (matcher["pattern"], matcher["config"]) == (name_of(0), "fp4")
+    assert imported(*STAGES) == ["mxfp8", "nvfp4", "bf16", "nvfp4"]
+    back = read_plan(Path("back.json"))
+    assert back.stage_layers == FACTS
+    assert imported(*STAGES[::-1]) == options_of(back)  # each says of which stage it is
+    # A problem without these facts: the files have them.
+    write_problem(problem_of([[0.0, 1.0]] * 4), Path("problem.json"))
+    assert imported(*STAGES) == options_of(back)
+    # A file for a job without stages, and a problem with them.
     write_problem(problem_of([[0.0, 1.0]] * 4, stages=[0, 0, 1, 1]), Path("problem.json"))
-    assert "one file for each of 2 pipeline stages" in printed(*EXPORT, "10.0")
-    assert imported(*files) == ["mxfp8", "mxfp8", "bf16", "nvfp4"]
     printed(*EXPORT, "10.0", "--pipeline-stages", "1")
-    assert Path("out.yaml").exists()
+    assert imported("out.yaml") == options_of(back)
+
+
+@pytest.mark.parametrize(
+    ("files", "text"),
+    [
+        (STAGES[1:2], "'out.stage1.yaml' is of stage 1; the files of stages 0, 2 are missing"),
+        (STAGES[:2], "the files of stages 2 are missing; give one file, or one for each"),
+        ([*STAGES[:2], STAGES[1]], "'out.stage1.yaml' and 'out.stage1.yaml' are both of pipeline"),
+        ([*STAGES[:2], "other.yaml"], "are not of one pipeline: their stage_layers differ"),
+    ],
+)
+def test_files_that_are_not_all_stages_are_refused(
+    uneven: Path, printed: Any, refused: Any, files: list[str], text: str
+) -> None:
+    printed(*EXPORT, "10.0")
+    Path("other.yaml").write_text(WRITTEN_BY_HAND)
+    words = ["--problem", "problem.json", "--output", "back.json"]
+    assert text in refused("import", *files, *words)
+    assert not Path("back.json").exists()
+
+
+def test_a_file_for_all_stages_says_of_which_layers(
+    uneven: Path, printed: Any, imported: Any
+) -> None:
+    options = ["fp8", "fp4", "bf16", "fp8"]  # layers 0 and 3 have one local name
+    write_plan(plan_of(options, stages=(1.0, 0.5, 1.0), stage_layers=FACTS), Path("plan.json"))
+    printed(*EXPORT, "10.0")
+    write_problem(problem_of([[0.0, 1.0]] * 4), Path("problem.json"))
+    assert imported("out.yaml") == ["mxfp8", "nvfp4", "bf16", "mxfp8"]
+
+
+def test_layers_of_stages_are_asked_for_where_they_are_not_known(
+    folder: Path, printed: Any, refused: Any, imported: Any
+) -> None:
+    """A plan of version 2, one that was made by hand, or another number of stages."""
+    asked = "2 pipeline stages holds is not known; give the number of layers of each model chunk"
+    old = plan_of(UNEVEN, stages=(0.5, 0.5)).to_dict()
+    del old["stage_layers"]
+    Path("plan.json").write_text(json.dumps({**old, "version": 2}))
+    assert asked in refused(*EXPORT, "10.0")
+    assert "(together 4): --chunk-layers N,N,..." in refused(*EXPORT, "10.0")
+    write_problem(problem_of([[0.0, 1.0]] * 4, stages=[0, 0, 0, 1]), Path("problem.json"))
+    Path("hand.yaml").write_text(WRITTEN_BY_HAND)
+    words = ["hand.yaml", "--problem", "problem.json", "--output", "back.json"]
+    assert asked in refused("import", *words)
+    printed(*EXPORT, "10.0", "--chunk-layers", "3,1")
+    assert imported(*STAGES[:2]) == ["mxfp8", "nvfp4", "bf16", "nvfp4"]
+    # Layer 3 is `decoder.layers.0` of the second stage, and layer 1 is `decoder.layers.1`.
+    assert imported("hand.yaml", "--chunk-layers", "3,1") == ["bf16", "nvfp4", "nvfp4", "bf16"]
+    more = "--chunk-layers gives 4 model chunks, and the number of pipeline stages known is 2"
+    assert more in refused(*EXPORT, "10.0", "--chunk-layers", "1,1,1,1")
+    # Interleaved: chunks 0 and 2 are the first stage's.
+    words = ["--chunk-layers", "1,1,1,1", "--pipeline-stages", "2"]
+    assert "both 'decoder.layers.0.mlp.linear_fc1' on" in refused(*EXPORT, "10.0", *words)
+
+
+def test_multi_token_prediction_is_on_the_last_chunk_or_on_the_marked_one(
+    folder: Path, printed: Any, refused: Any
+) -> None:
+    mtp = name_of(0, "transformer_layer.mlp.linear_fc1").replace("decoder", "mtp")
+    options = {name_of(0): "fp8", name_of(1): "fp4", mtp: "fp4"}
+    write_plan(plan_of(options), Path("plan.json"))
+
+    def matchers(*words: str) -> list[list[str]]:
+        printed(*EXPORT, "10.0", *words)
+        paths = sorted(Path().glob("out.stage*.yaml"))
+        return [list(yaml.safe_load(path.read_text())["matchers"]) for path in paths]
+
+    two, four = ["--pipeline-stages", "2"], ["--pipeline-stages", "4"]
+    assert matchers(*two, "--chunk-layers", "1,1") == [[name_of(0)], [name_of(1), mtp]]
+    wanted = [[name_of(0)], [name_of(1)], [mtp], []]
+    assert matchers(*four, "--chunk-layers", "1,1,0m,0") == wanted
+    text = refused(*EXPORT, "10.0", *two, "--chunk-layers", "1m,1m")
+    assert "all layers of multi-token prediction are in one chunk" in text
+    encoder = {each.replace("mtp", "encoder"): option for each, option in options.items()}
+    write_plan(plan_of(encoder), Path("plan.json"))
+    text = refused(*EXPORT, "10.0", *two, "--chunk-layers", "1,1")
+    assert "'encoder.layers.0': --chunk-layers counts layers of the decoder" in text
+    printed(*EXPORT, "10.0")
+
+
+def test_a_matcher_that_fits_no_linear_is_reported(folder: Path, printed: Any) -> None:
+    text = WRITTEN_BY_HAND.replace('"*layers.0.*"', '"decoder.layers.7.*"')
+    Path("hand.yaml").write_text(text)
+    text = printed("import", "hand.yaml", "--problem", "problem.json", "--output", "back.json")
+    assert "warning: 'hand.yaml': 1 of 2 matchers fit no linear of the problem: first" in text
 
 
 def test_without_a_gpu_the_capability_is_asked_for(

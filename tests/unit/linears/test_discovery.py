@@ -18,6 +18,7 @@ from megatron_snip.linears.discovery import (
     current_topology,
     find_linears,
     global_linears,
+    stage_layers,
 )
 from megatron_snip.linears.model import PlannedModel
 from megatron_snip.log import forget_warnings
@@ -64,6 +65,34 @@ def test_layers_have_global_numbers(make_model: MakeModel) -> None:
     names = {p.name for _, (p,) in find_linears([model], Topology(stage=2))}
     assert names == {f"decoder.layers.{i}.{name}" for i in (5, 6) for name in IN_LAYER}
     assert {p.stage for _, (p,) in find_linears([model], Topology(stage=2))} == {2}
+
+
+def test_which_layers_each_chunk_holds_and_under_which_numbers(make_model: MakeModel) -> None:
+    """Of stage 1 of 3, interleaved; the last chunk has a layer without linears in front."""
+    chunks = [make_model(), make_model(num_layers=3)]
+    numbers = ((3, 4), (8, 9, 10))
+    for chunk, own in zip(chunks, numbers, strict=True):
+        for layer, number in zip(chunk.decoder.layers, own, strict=True):
+            layer.layer_number = number
+    bare = torch.nn.Module()
+    bare.layer_number = 8
+    chunks[1].decoder.layers[0] = bare
+    chunks[1].mtp = torch.nn.Module()
+    chunks[1].mtp.layers = make_model(num_layers=1).decoder.layers
+    topology = Topology(stage=1, num_stages=3)
+    placements = [p for _, (p,) in find_linears(chunks, topology)]
+    found = stage_layers(global_linears(placements, topology), topology, len(chunks))
+    assert found is not None
+    first = {"decoder.layers.2": 0, "decoder.layers.3": 1}
+    second = {"decoder.layers.8": 1, "decoder.layers.9": 2, "mtp.layers.0": 0}
+    empty = ({}, {})
+    assert found.root == (empty, (first, second), empty)
+    # Two blocks of one name: no number tells their layers apart.
+    blocks = torch.nn.ModuleDict({name: make_model() for name in ("a", "b")})
+    for layer in blocks["b"].decoder.layers:
+        layer.layer_number += 2
+    placements = [p for _, (p,) in find_linears([blocks], Topology())]
+    assert stage_layers(global_linears(placements, Topology()), Topology(), 1) is None
 
 
 @pytest.mark.parametrize(("at_end", "kept"), [(1, [0, 3]), (2, [0, 2, 3]), (9, [0, 1, 2, 3])])

@@ -2,7 +2,7 @@
 
 import functools
 import itertools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,15 +16,14 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 from megatron_snip.errors import UsageError
 from megatron_snip.linears.te.precision_config import (
     PrecisionFile,
-    Stages,
     config_text,
     export_configs,
-    num_layers,
     stage_paths,
 )
 from megatron_snip.linears.te.recipe import RecipeFields, TERecipe, needed_run
 from megatron_snip.linears.te.recipe_table import RECIPES
 from megatron_snip.options import Option
+from megatron_snip.planning.stage_layers import StageLayers
 from tests.unit.planning.build import MODULES
 
 EXPERTS = ("mlp.experts.linear_fc1", "mlp.experts.linear_fc2")
@@ -36,8 +35,18 @@ LAYOUTS = [(1, 1), (2, 1), (4, 1), (1, 2), (2, 2), (1, 4), (2, 4)]
 """Pipeline stages and chunks a stage; eight layers."""
 
 
-def chunked(stages: int, chunks: int, layers: int = 8) -> Stages:
-    return Stages(stages, (layers // (stages * chunks),) * (stages * chunks))
+def counted(num_stages: int, counts: Sequence[int]) -> StageLayers:
+    """Of stages whose chunks have so many decoder layers, in forward order."""
+    ends = [*itertools.accumulate(counts)]
+    chunks = [
+        {f"decoder.layers.{end - count + i}": i for i in range(count)}
+        for count, end in zip(counts, ends, strict=True)
+    ]
+    return StageLayers([chunks[stage::num_stages] for stage in range(num_stages)])
+
+
+def chunked(stages: int, chunks: int, layers: int = 8) -> StageLayers:
+    return counted(stages, (layers // (stages * chunks),) * (stages * chunks))
 
 
 def mixed_plan(layers: int = 8, modules: tuple[str, ...] = MODULES) -> dict[str, Option]:
@@ -79,7 +88,7 @@ def as_megatron_reads(path: Path, name: str) -> TERecipe | None:
 
 
 def written(
-    linears: Mapping[str, Option], stages: Stages, folder: Path
+    linears: Mapping[str, Option], stages: StageLayers, folder: Path
 ) -> tuple[list[dict[str, Any]], list[Path]]:
     configs = export_configs(linears, RECIPE, stages)
     paths = stage_paths(folder / "out.yaml", len(configs))
@@ -99,11 +108,17 @@ def test_megatron_gives_every_module_its_recipe(stages: int, chunks: int, tmp_pa
     configs, paths = written(plan, layout, tmp_path)
     assert len(paths) == (stages if chunks == 1 else 1)
     imported = [PrecisionFile(config, "x") for config in configs]
+    places = layout.local_names(plan)
     for name, (stage, local) in megatron_names(stages, chunks).items():
-        assert layout.local(name) == (stage, local)
+        assert places[name] == (stage, local)
         which = stage if len(paths) > 1 else 0
         assert as_megatron_reads(paths[which], local) == RECIPE[plan[name]], name
-        assert imported[which].option(name, layout, OPTIONS[0]) == plan[name]
+        assert imported[which].option(local, OPTIONS[0]) == plan[name]
+    for which, file in enumerate(imported):
+        assert file.stage == (which if len(paths) > 1 else None)
+        assert file.stage_layers == layout
+        own = [local for stage, local in places.values() if len(paths) == 1 or stage == which]
+        assert file.unmatched(own) == []
 
 
 def test_two_chunks_of_a_stage_cannot_differ() -> None:
@@ -119,17 +134,17 @@ def test_two_chunks_of_a_stage_cannot_differ() -> None:
 
 def test_names_match_themselves_alone_and_experts_also_one_by_one(tmp_path: Path) -> None:
     """Of stages with two and eleven layers; layer 1 is not layer 10."""
-    plan, stages = mixed_plan(13, ("mlp.linear_fc1", *EXPERTS)), Stages(2, (2, 11))
+    plan, stages = mixed_plan(13, ("mlp.linear_fc1", *EXPERTS)), counted(2, (2, 11))
     configs, paths = written(plan, stages, tmp_path)
-    for name, option in plan.items():
-        stage, local = stages.local(name)
+    for name, (stage, local) in stages.local_names(plan).items():
+        option = plan[name]
         assert as_megatron_reads(paths[stage], local) == RECIPE[option]
         head, _, tail = local.rpartition(".linear_")
         for expert in (0, 63) if "experts" in name else ():
             alone = f"{head}.local_experts.{expert}.linear_{tail}"
             assert as_megatron_reads(paths[stage], alone) == RECIPE[option]
             file = PrecisionFile(configs[stage], "x")
-            assert file.option(name, stages, OPTIONS[0], True) == option
+            assert file.option(local, OPTIONS[0], True) == option
     assert as_megatron_reads(paths[0], "decoder.layers.1.mlp.linear_fc2") is None
     lines = paths[0].read_text().splitlines()
     assert lines[:2] == ["# a plan", "# of two lines"]
@@ -138,15 +153,23 @@ def test_names_match_themselves_alone_and_experts_also_one_by_one(tmp_path: Path
     assert "configs:" in config_text(bf16, ["one line"], "").splitlines()[1]
 
 
-def test_layers_of_another_block_are_on_the_last_stage(tmp_path: Path) -> None:
-    mtp = "mtp.layers.0.transformer_layer.mlp.linear_fc1"
+def test_any_block_is_where_the_run_had_it(tmp_path: Path) -> None:
+    """As of `E|tt|m|ttL`, and with numbers that no count of layers gives."""
+    mtp = "mtp.layers.0.mtp_model_layer.layers.1.mlp.linear_fc1"
     plan = {**mixed_plan(4), mtp: MIXED}
-    assert num_layers(plan) == 4
-    stages = Stages.even(4, 2)
-    assert stages.local(mtp) == (1, mtp)
-    _, paths = written(plan, stages, tmp_path)
-    assert as_megatron_reads(paths[0], mtp) is None
-    assert as_megatron_reads(paths[1], mtp) == RECIPE[MIXED]
+    first = {"decoder.layers.0": 0, "decoder.layers.1": 2}
+    last = {"decoder.layers.2": 0, "decoder.layers.3": 1}
+    stages = StageLayers([[{}], [first], [{"mtp.layers.0": 0}], [last]])
+    places = stages.local_names(plan)
+    assert places[mtp] == (2, mtp)
+    assert places["decoder.layers.1.mlp.linear_fc1"] == (1, "decoder.layers.2.mlp.linear_fc1")
+    configs, paths = written(plan, stages, tmp_path)
+    assert [len(config["matchers"]) for config in configs] == [0, 8, 1, 8]
+    assert as_megatron_reads(paths[0], "decoder.layers.0.mlp.linear_fc1") is None
+    for name, (stage, local) in places.items():
+        assert as_megatron_reads(paths[stage], local) == RECIPE[plan[name]]
+    with pytest.raises(UsageError, match=r"no pipeline stage holds decoder\.layers\.4"):
+        stages.local_names(["decoder.layers.4.mlp.linear_fc1"])
 
 
 PARAMS = {"transformer_engine_config_type": "TEQuantizationParams"}
@@ -163,12 +186,11 @@ def glob(pattern: str, config: str, **changes: Any) -> dict[str, Any]:
 
 MX = {"fp8_quantization_recipe": "mxfp8", "override_nonquantized_autocast": True}
 NAMES = ["decoder.layers.0.mlp.linear_fc1", "decoder.layers.0.mlp.linear_fc2"]
-ONE = Stages.even(1, 1)
 
 
 def read(config: dict[str, Any], base: str = "bf16") -> list[str]:
     file = PrecisionFile(config, "FILE")
-    return [str(file.option(name, ONE, Option.uniform(base))) for name in NAMES]
+    return [str(file.option(name, Option.uniform(base))) for name in NAMES]
 
 
 def test_what_does_not_match_or_does_not_apply_stays_at_the_base() -> None:
@@ -223,14 +245,12 @@ def test_evaluation_recipes_that_differ_are_noticed() -> None:
         assert read(file) == ["mxfp8", "mxfp8"]
 
 
-def test_layers_must_fit_the_stages() -> None:
-    for layers, stages in ((7, 2), (8, 3), (8, 0)):
-        with pytest.raises(UsageError, match="do not divide evenly"):
-            Stages.even(layers, stages)
-    with pytest.raises(UsageError, match="3 model chunks for 2 pipeline stages"):
-        Stages(2, (1, 2, 3))
-    with pytest.raises(UsageError, match="the pipeline holds 2 layers"):
-        Stages(1, (2,)).local("decoder.layers.2.mlp.linear_fc1")
-    assert Stages(1, (0,)).local("encoder.layers.3.mlp.linear_fc1")[0] == 0
-    with pytest.raises(UsageError, match="which layers of an encoder"):
-        Stages(2, (0, 0)).local("encoder.layers.3.mlp.linear_fc1")
+def test_matchers_that_fit_no_linear_are_found() -> None:
+    """One of experts fits if either of their names does, and one behind others may fit as well."""
+    expert, alone = "mlp.experts.linear_fc1", "mlp.experts.local_experts.*.linear_fc1"
+    patterns = {"*": True, "decoder.layers.0.mlp.linear_fc1": True, "*.linear_fc3": False}
+    patterns |= {"decoder.layers.9.*": False, "decoder.layers.0.mlp.linear_fc": False}
+    patterns |= {f"decoder.layers.1.{expert}": True, f"decoder.layers.1.{alone}": True}
+    file = PrecisionFile(a_file(*(glob(each, "mx") for each in patterns), mx=MX), "x")
+    wanted = [str(i) for i, fits in enumerate(patterns.values()) if not fits]
+    assert file.unmatched([*NAMES, f"decoder.layers.1.{expert}"]) == wanted

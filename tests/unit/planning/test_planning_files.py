@@ -14,20 +14,51 @@ from megatron_snip.files import read_record
 from megatron_snip.options import Option
 from megatron_snip.planning.calibration import CalibrationTable, with_seconds
 from megatron_snip.planning.plan import PrecisionPlan, read_plan, write_plan
+from megatron_snip.planning.planner import make_plan
 from megatron_snip.planning.problem import PlanningProblem, read_problem, write_problem
+from megatron_snip.planning.settings import PlanSettings
+from megatron_snip.planning.stage_layers import StageLayers
 from megatron_snip.types import Gemm
 from tests.unit.planning.build import name_of, plan_of, problem_of
 
-PLAN = plan_of(["fp8", "fp4-fp8-bf16"], iteration=20, objective=2.0, bound=1.5, stages=(0.25, 0.5))
+STAGE_LAYERS = [[{"decoder.layers.1": 0}], [{"decoder.layers.0": 3}], [{}]]
+PLAN = plan_of(
+    ["fp8", "fp4-fp8-bf16"],
+    iteration=20,
+    objective=2.0,
+    bound=1.5,
+    stages=(0.25, 0.5),
+    stage_layers=StageLayers(STAGE_LAYERS),
+)
 
 
 def test_the_file_holds_exactly_the_documented_keys_and_comes_back(tmp_path: Path) -> None:
     write_plan(PLAN, tmp_path / "plan.json")
     stored = json.loads((tmp_path / "plan.json").read_text())
     first = "version iteration policy status objective bound seconds target efficiency stages"
-    assert [*stored] == [*first.split(), "linears", "digest"]
+    assert [*stored] == [*first.split(), "stage_layers", "linears", "digest"]
+    assert stored["version"] == 3 and stored["stage_layers"] == STAGE_LAYERS
     assert stored["linears"][name_of(1)] == {"fprop": "fp4", "dgrad": "fp8", "wgrad": "bf16"}
     assert read_plan(tmp_path / "plan.json") == PLAN
+
+
+def test_files_of_the_versions_before_are_read_and_lack_the_layers_of_stages() -> None:
+    plan = PLAN.to_dict()
+    del plan["stage_layers"]
+    unknown = PLAN.model_copy(update={"stage_layers": None})
+    assert PrecisionPlan.from_dict({**plan, "version": 2}) == unknown
+    problem = PlanningProblem.from_dict({**GOOD, "version": 1})
+    assert problem == PlanningProblem.from_dict(GOOD)
+    assert problem.to_dict()["version"] == 2
+
+
+def test_a_plan_has_the_layers_of_stages_that_its_problem_has() -> None:
+    problem = problem_of([[0.0, 1.0]] * 2, stages=[1, 0])
+    facts = {"stage_layers": StageLayers(STAGE_LAYERS)}
+    problem = PlanningProblem.from_dict(problem.model_copy(update=facts).to_dict())
+    assert json.loads("".join(problem.json_lines())) == problem.to_dict()
+    plan = make_plan(problem, PlanSettings())
+    assert plan.stage_layers == problem.stage_layers == facts["stage_layers"]
 
 
 def test_the_digest_is_the_documented_one_and_ignores_order_and_metadata() -> None:
@@ -54,7 +85,7 @@ def test_gap() -> None:
 
 
 GOOD: dict[str, Any] = {
-    "version": 1,
+    "version": 2,
     "linears": [
         {
             "name": name_of(0),
@@ -90,6 +121,12 @@ def test_a_file_comes_back_as_it_was(tmp_path: Path) -> None:
     assert problem.names == (name_of(0), "anything")
     assert problem.num_stages == 3
     assert problem.linears[0].options["fp4"].quality_loss is None
+
+
+def test_a_problem_has_one_stage_for_each_linear() -> None:
+    problem = problem_of([[0.0, 1.0]] * 2, stages=[1, 1]).to_dict()
+    with pytest.raises(UsageError, match=r"layers\.1.* is on stage 1; stage_layers .* on stage 0"):
+        PlanningProblem.from_dict({**problem, "stage_layers": STAGE_LAYERS})
 
 
 def measured(names: str, size: tuple[int, int], **seconds: tuple[float, ...]) -> dict[str, Any]:
@@ -140,12 +177,25 @@ READERS: dict[str, tuple[dict[str, Any], Any]] = {
     ("kind", "path", "value", "words"),
     [
         ("plan", ["digest"], "0" * 64, ["digest"]),
-        ("plan", ["version"], 3, ["version 3"]),
+        ("plan", ["version"], 4, ["version 4", "reads version 2 or 3"]),
+        ("plan", ["stage_layers"], [], ["stage_layers"]),
+        (
+            "plan",
+            ["stage_layers", 0, 0],
+            {},
+            [name_of(1), "no pipeline stage holds decoder.layers.1"],
+        ),
+        ("plan", ["stage_layers", 2, 0], {"decoder.layers.1": 1}, ["'decoder.layers.1' is listed"]),
+        ("plan", ["stage_layers", 2, 0], {name_of(3): 1}, [f"'{name_of(3)}' is no layer"]),
+        ("plan", ["stage_layers", 2, 0], {"x": 1}, ["'x' has no layer"]),
+        ("plan", ["stage_layers", 0, 0, "decoder.layers.4"], 0, ["both 'decoder.layers.0' in one"]),
+        ("plan", ["stage_layers", 0, 0, "decoder.layers.4"], -1, ["stage_layers", "-1"]),
+        ("problem", ["stage_layers"], [[{"decoder.layers.1": 0}]], ["no pipeline stage holds"]),
         ("plan", ["status"], "OPTIMAL", ["status"]),
         ("plan", ["linears", name_of(0)], {"fprop": "fp8"}, [name_of(0)]),
         ("plan", ["linears", name_of(0), "fprop"], "fp5", ["fp5"]),
         ("plan", ["linears", name_of(0), "x"], "fp8", ["x"]),
-        ("problem", ["version"], 2, ["version 2", "reads version 1"]),
+        ("problem", ["version"], 3, ["version 3", "reads version 1 or 2"]),
         ("problem", ["extra"], 1, ["unknown key 'extra'"]),
         ("problem", ["linears", 0, "layer"], 1, ["unknown key", "layer", name_of(0)]),
         ("problem", ["target"], 1.5, ["target", "1.5"]),

@@ -6,6 +6,7 @@ from typing import Any
 from megatron_snip.config import SnipConfig
 from megatron_snip.options import BF16, Option
 from megatron_snip.planning.plan import PrecisionPlan
+from megatron_snip.planning.stage_layers import StageLayers
 from megatron_snip.run.guard import GuardState
 from megatron_snip.run.loss_monitor import LossMonitor
 from megatron_snip.run.plans import RunPlans
@@ -19,6 +20,9 @@ from tests.unit.planning.build import name_of, options_of, plan_of, problem_of
 FP8, FP4, NVFP4, MXFP8 = map(Option.uniform, ("fp8", "fp4", "nvfp4", "mxfp8"))
 A, B, C = map(name_of, range(3))
 STAGE_AND_FLOPS = {A: (0, 1.0), B: (1, 1.0), C: (1, 2.0)}
+STAGE_LAYERS = StageLayers(
+    [[{"decoder.layers.0": 0}], [{"decoder.layers.1": 0, "decoder.layers.2": 1}]]
+)
 FP8_JOB = {A: FP8, B: FP8, C: BF16}
 """What a job with FP8 runs the linears in."""
 
@@ -63,6 +67,7 @@ def run_plans(
         infos.append(LinearInfo(name, stage, 1, 1, flops))
     model: Any = SimpleNamespace(
         all_linears=infos,
+        stage_layers=STAGE_LAYERS,
         linears=[linear(name) for name in STAGE_AND_FLOPS],
         runtime=SimpleNamespace(topology=Topology()),
         backend="simulate",

@@ -3,8 +3,10 @@
 from typing import Any
 
 from megatron_snip.options import Option
-from tests.unit.planning.build import options_of, plan_of
-from tests.unit.run.build import FP4, FP8, A, B, C, run_plans, state_of
+from megatron_snip.planning.problem import PlanningProblem
+from megatron_snip.planning.stage_layers import StageLayers
+from tests.unit.planning.build import options_of, plan_of, problem_of
+from tests.unit.run.build import FP4, FP8, STAGE_LAYERS, A, B, C, run_plans, state_of
 
 
 def test_plans_of_other_machines_lose_no_precision() -> None:
@@ -24,12 +26,25 @@ def test_plans_of_other_machines_lose_no_precision() -> None:
     assert (options_of(kept), replaced) == (["fp4", "fp4", "fp4"], [])
 
 
-def test_a_plan_of_another_layout_gets_the_efficiencies_of_this_one() -> None:
-    """Export reads the number of stages, and healing the efficiency."""
-    plan = plan_of(["fp8", "fp4", "fp4"], efficiency=1.0, stages=(1.0,), objective=0.25)
-    kept, _ = run_plans().fitting.plan(plan)
-    wanted = {"efficiency": 0.75, "stages": (0.0, 1.0)}
+def test_a_plan_of_another_layout_gets_the_stages_and_efficiencies_of_this_one() -> None:
+    """Export reads the stages, and healing the efficiency."""
+    layers = StageLayers([[{f"decoder.layers.{i}": i for i in range(3)}]])
+    old: dict[str, Any] = {"efficiency": 1.0, "stages": (1.0,), "stage_layers": layers}
+    plan = plan_of(["fp8", "fp4", "fp4"], objective=0.25, **old)
+    plans = run_plans()
+    kept, _ = plans.fitting.plan(plan)
+    wanted = {"efficiency": 0.75, "stages": (0.0, 1.0), "stage_layers": STAGE_LAYERS}
     assert kept == plan.model_copy(update=wanted)
+    # Where the efficiencies are those of seconds, the layers are still this run's.
+    timed = run_plans(cost="time", collect_only=True).fitting
+    two = plan.model_copy(update={"stages": (0.2, 0.3)})
+    assert timed.plan(two)[0] == two.model_copy(update={"stage_layers": STAGE_LAYERS})
+    # What the run makes without a search, and a problem of another layout.
+    assert plans.job_fallback(plan, 5).stage_layers == STAGE_LAYERS
+    problem = problem_of([[0.0, 1.0]] * 3).model_copy(update={"stage_layers": layers})
+    fitted = plans.fitting.problem(problem)
+    assert fitted.stage_layers == STAGE_LAYERS
+    assert PlanningProblem.from_dict(fitted.to_dict()) == fitted
 
 
 def test_tied_linears_get_one_option() -> None:

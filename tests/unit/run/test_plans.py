@@ -9,7 +9,7 @@ from megatron_snip.errors import UsageError
 from megatron_snip.planning.plan import write_plan
 from megatron_snip.run.plans import FirstPlan, PlanSource
 from tests.unit.planning.build import options_of, plan_of
-from tests.unit.run.build import FP8_JOB, A, first, run_plans, state_of
+from tests.unit.run.build import FP8_JOB, STAGE_LAYERS, A, first, run_plans, state_of
 
 FILE = Path("plan.json")
 RANDOM: dict[str, Any] = {"policy": "random", "target_schedule": "0:0.75,5:0.5"}
@@ -112,14 +112,16 @@ def test_a_run_that_only_measured_plans_at_once_when_it_is_to_plan() -> None:
 
 
 def test_a_resume_with_the_same_settings_continues_its_plan() -> None:
-    plan = plan_of(["fp8", "fp4", "fp4"], efficiency=0.75, stages=(0.0, 1.0))
+    facts: dict[str, Any] = {"stages": (0.0, 1.0), "stage_layers": STAGE_LAYERS}
+    plan = plan_of(["fp8", "fp4", "fp4"], efficiency=0.75, **facts)
     found = run_plans().first_plan(state_of(plan), 0)
     assert found == FirstPlan(plan, PlanSource.CHECKPOINT)
     assert not found.is_outdated
 
 
 def test_a_resume_with_another_target_plans_anew() -> None:
-    plan = plan_of(["fp8", "fp4", "fp4"], efficiency=0.75, stages=(0.0, 1.0))
+    facts: dict[str, Any] = {"stages": (0.0, 1.0), "stage_layers": STAGE_LAYERS}
+    plan = plan_of(["fp8", "fp4", "fp4"], efficiency=0.75, **facts)
     found = run_plans(efficiency_target=0.25).first_plan(state_of(plan), 0)
     assert (found.plan, found.source) == (plan, PlanSource.CHECKPOINT)
     assert found.new_settings == {"efficiency_target"}
