@@ -213,11 +213,15 @@ def _by_gemm(problem: PlanningProblem, path: Path) -> PlanningProblem:
         raise UsageError(f"--granularity gemm: '{file}' is of other linears than '{path}'")
     formats_of = {row.name: set(formats_in(row.options)) for row in problem.linears}
     formats = formats_in(dict.fromkeys(option for row in problem.linears for option in row.options))
+    measured_formats = {name for linear in statistics.linears for name in linear.formats}
+    lacking = sorted(set(formats) - measured_formats - {str(BF16)})
+    if lacking:
+        raise UsageError(f"--granularity gemm: '{file}' has no statistics of {', '.join(lacking)}")
     options = enumerate_options(formats, "gemm")
     refusals = {}
     for option in options:
-        lacking = [name for name, own in formats_of.items() if not own.issuperset(option.formats)]
-        refusals[option] = dict.fromkeys(lacking, "its problem has no such format")
+        unable = [name for name, own in formats_of.items() if not own.issuperset(option.formats)]
+        refusals[option] = dict.fromkeys(unable, "its problem has no such format")
     settings = read_snip_settings(directory) or SnipConfig()
     fixed = {
         name: Fixed(parse_option(option), Source.PIN)
@@ -226,13 +230,19 @@ def _by_gemm(problem: PlanningProblem, path: Path) -> PlanningProblem:
         if glob_matches(name, glob)
     }
     lowest = lowest_precision(formats).name
-    table = divergence_table(statistics, options, lowest, settings, refusals, fixed)
+    # A linear that no backward reached has one option, which stays.
+    kept = {}
+    for row in problem.linears:
+        open_options = [text for text, cost in row.options.items() if cost.quality_loss is not None]
+        if len(open_options) == 1:
+            kept[row.name] = parse_option(open_options[0])
+    table = divergence_table(statistics, options, lowest, settings, refusals, fixed, job=kept)
     measured = {row.name: row.options for row in planning_problem(table, problem.target).linears}
-    unable = {str(option): names for option, names in refusals.items()}
+    refused = {str(option): names for option, names in refusals.items()}
 
     def of_linear(row: LinearChoices) -> dict[str, OptionCost]:
         found = measured[row.name]
-        return {text: cost for text, cost in found.items() if row.name not in unable[text]}
+        return {text: cost for text, cost in found.items() if row.name not in refused[text]}
 
     return problem.with_options(of_linear)
 

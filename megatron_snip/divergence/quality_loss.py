@@ -63,7 +63,7 @@ from typing import Any
 
 from megatron_snip.config import LossDivergence, SnipConfig
 from megatron_snip.errors import UsageError
-from megatron_snip.files import checked, read_json, without_nan
+from megatron_snip.files import read_json, without_nan
 from megatron_snip.log import warn_once
 from megatron_snip.options import BF16, Option
 from megatron_snip.planning.fixed import FixedLinears
@@ -75,7 +75,11 @@ from megatron_snip.planning.problem import (
     norms_score,
 )
 from megatron_snip.planning.restrictions import Refusals
-from megatron_snip.statistics.records import LinearStatistics, StatisticsTable
+from megatron_snip.statistics.records import (
+    SCHEMA_VERSION,
+    LinearStatistics,
+    StatisticsTable,
+)
 from megatron_snip.topology import LinearInfo
 from megatron_snip.types import GEMM_OPERANDS, Gemm, Operand
 
@@ -308,22 +312,14 @@ def read_statistics(path: Path) -> StatisticsTable:
     source = f"divergences file '{path}'"
     value = read_json(path, "divergences file")
     try:
-        linears = [_with_nan(linear["statistics"]) for linear in value["linears"]]
+        linears = [linear["statistics"] for linear in value["linears"]]
         table = {"iteration": value["iteration"], "loss": value["loss"], "linears": linears}
-    except (KeyError, TypeError, AttributeError):
+    except (KeyError, TypeError):
         raise UsageError(f"{source} has no statistics of its linears") from None
-    return checked(StatisticsTable, table, source)
-
-
-def _with_nan(statistics: dict[str, Any]) -> dict[str, Any]:
-    """Return a linear's statistics with NaN for what could not be measured, which is null."""
-    found = {name: math.nan if value is None else value for name, value in statistics.items()}
-    formats: dict[str, dict[str, Any]] = statistics.get("formats", {})
-    found["formats"] = {
-        name: {key: math.nan if value is None else value for key, value in row.items()}
-        for name, row in formats.items()
-    }
-    return found
+    try:
+        return StatisticsTable.from_dict({"version": SCHEMA_VERSION, **table})
+    except UsageError as error:
+        raise UsageError(f"{source}: {error}") from None
 
 
 def loss_divergence(linear: LinearStatistics, option: Option, estimator: LossDivergence) -> float:

@@ -113,10 +113,11 @@ class MeasuredShape(NamedTuple):
         for option, why in self.refused.items():
             options_of.setdefault(why, []).append(option)
         lines = [f"no seconds of {', '.join(o)}: {why}" for why, o in options_of.items()]
-        for option, spread in self.unsteady.items():
+        if self.unsteady:
             lines.append(
-                f"{option} is unsteady: two halves of the runs differ by {spread:.0%}; measure "
-                "again when nothing else runs on this machine"
+                f"unsteady seconds of {', '.join(self.unsteady)}: two halves of the runs differ by "
+                f"up to {max(self.unsteady.values()):.0%}; measure again when nothing else runs on "
+                "this machine"
             )
         return lines
 

@@ -22,6 +22,7 @@ from megatron_snip.patches.arguments import read_cli_args, snip_config
 from tests.processes import ROOT
 from tests.unit.docs.shown_commands import MARKS, Shown, commands_in
 from tests.unit.reporting.runs import Shape, config, write_run
+from tests.unit.timed_machine import Machine
 
 
 def check_words(shown: Shown) -> None:
@@ -137,8 +138,11 @@ def test_its_program_flags_and_files_exist(shown: Shown, monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize("page", dict.fromkeys(s.page for s in SHOWN if runs_here(s)))
-def test_a_page_runs(page: str, sandbox: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """In order: some commands read what others of the page wrote."""
+def test_a_page_runs(
+    page: str, sandbox: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In order: some commands read what others of the page wrote. Seconds are those of a model."""
+    Machine(monkeypatch).share = lambda option: option.bits / 48
     for shown in dict.fromkeys(s for s in SHOWN if s.page == page and runs_here(s)):
         words = shown.words[1:]
         if words[0] == "calibrate":

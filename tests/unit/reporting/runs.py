@@ -73,7 +73,7 @@ def measurement_at(shape: Shape, iteration: int) -> Measurement:
         options = {o: _divergence(o, weight) for o in c.options}
         stage = layer * shape.stages // shape.layers
         flops = float(WIDTHS[kind % len(WIDTHS)]) * 6e3
-        formats = {f: FormatStatistics(fisher=weight) for f in c.formats}
+        formats = {f: FormatStatistics(fisher=weight) for f in c.named_formats}
         raw.append(LinearStatistics(name, stage, 64, 64, flops, 1.0, 128.0, formats=formats))
         rows[name] = options
     statistics = StatisticsTable(iteration, 4.0, tuple(raw))
