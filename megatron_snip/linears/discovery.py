@@ -167,24 +167,6 @@ class _Layer(NamedTuple):
     module: torch.nn.Module
 
 
-class _Layer(NamedTuple):
-    """A layer that is in no other layer.
-
-    Attributes:
-        path: its path in the model chunk.
-        block: the module that holds the layers.
-        number: Megatron's global number, 1-based.
-        chunk: index of the model chunk in its pipeline stage.
-        module: the layer.
-    """
-
-    path: str
-    block: str
-    number: int
-    chunk: int
-    module: torch.nn.Module
-
-
 def _layer_modules(
     model: Sequence[torch.nn.Module],
 ) -> Iterator[tuple[_Layer, str, torch.nn.Module]]:

@@ -228,38 +228,6 @@ def test_broken_or_tools_are_reported_at_the_start_and_plans_that_do_not_need_th
     assert "Traceback" not in warning
 
 
-@pytest.mark.parametrize(
-    ("body", "how"),
-    [
-        ("raise ImportError('libortools.so: no such file')", "exit status 1: ImportError: libort"),
-        ("import os, signal; os.kill(os.getpid(), signal.SIGILL)", "SIGILL"),
-        ("raise SystemExit(3)", "exit status 3"),
-    ],
-)
-def test_broken_or_tools_are_reported_at_the_start_and_plans_that_do_not_need_them_are_made(
-    body: str,
-    how: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capfd: pytest.CaptureFixture[str],
-) -> None:
-    """As `megatron-snip plan` does, which imports them only where a plan needs them."""
-    package = tmp_path / "ortools"
-    package.mkdir()
-    (package / "__init__.py").write_text(body + "\n")
-    program = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); "
-    program += (
-        "import os, megatron_snip.planning.solver_process as w; w.serve(os.getppid(), [], [])"
-    )
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    with closing(SolverProcess([sys.executable, "-c", program])) as solver:
-        solver.submit(PROBLEM, PlanSettings())
-        assert solver.result(LONG_S).linears == make_plan(PROBLEM, PlanSettings()).linears
-    warning = capfd.readouterr().err
-    assert f"importing OR-Tools ends with {how}" in warning and "Install ortools again" in warning
-    assert "Traceback" not in warning
-
-
 def test_a_solver_without_memory_is_one_line(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
