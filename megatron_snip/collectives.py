@@ -212,8 +212,14 @@ class Control:
             record = self._down_bytes(record)
         return json.loads(record)
 
-    def gather(self, what: str, action: Callable[[], Any]) -> Gathered:
+    def gather(self, what: str, action: Callable[[], Any], may_refuse: bool = True) -> Gathered:
         """Run `action` on every rank; return what all ranks' actions returned, which is JSON.
+
+        Args:
+            what: what is done, for messages.
+            action: what every rank does.
+            may_refuse: whether an UnsupportedError or a UsageError is raised on every rank as it
+                is; else it is a failure like others.
 
         Raises:
             UnsupportedError: on every rank, if `action` raised one on any; it has the messages of
@@ -222,7 +228,7 @@ class Control:
             RemoteFailure: on every rank, if `action` raised another Exception on any, or its result
                 is not JSON.
         """
-        _, found = self._agree(what, action, lambda result: result, refusals=True)
+        _, found = self._agree(what, action, lambda result: result, refusals=may_refuse)
         return found
 
     def attempt(self, what: str, action: Callable[[], T]) -> T:
