@@ -493,7 +493,10 @@ class _Records:
 
 def timeout_of(group: ProcessGroup) -> timedelta | None:
     """Return the timeout of a group's exchanges; None where its backend keeps none."""
-    backend = group._get_backend(group._device_types[0])
+    try:
+        backend = group._get_backend(group._device_types[0])
+    except RuntimeError:  # a backend that is not made before it is used
+        return None
     found: timedelta | None = getattr(getattr(backend, "options", None), "_timeout", None)
     return found
 
