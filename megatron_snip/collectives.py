@@ -215,6 +215,8 @@ class Control:
     def gather(self, what: str, action: Callable[[], Any], may_refuse: bool = True) -> Gathered:
         """Run `action` on every rank; return what all ranks' actions returned, which is JSON.
 
+        Pipeline stages and experts differ, so a rank may refuse what others accept.
+
         Args:
             what: what is done, for messages.
             action: what every rank does.
@@ -240,20 +242,6 @@ class Control:
             RemoteFailure: on every rank, if `action` raised an Exception on any.
         """
         result, _ = self._agree(what, action, lambda _: None, refusals=False)
-        return result
-
-    def unless_refused(self, what: str, action: Callable[[], T]) -> T:
-        """Run `action`, which may refuse what this rank has; a refusal is every rank's.
-
-        Pipeline stages and experts differ, so a model may be unsupported on some ranks alone.
-
-        Raises:
-            UnsupportedError: on every rank, if `action` raised one on any; it has the messages of
-                all.
-            UsageError: on every rank, the first one that `action` raised on any.
-            RemoteFailure: on every rank, if `action` raised another Exception on any.
-        """
-        result, _ = self._agree(what, action, lambda _: None, refusals=True)
         return result
 
     def on_rank_0(self, what: str, action: Callable[[], Any]) -> Any:
