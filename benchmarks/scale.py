@@ -35,7 +35,7 @@ from megatron_snip.config import SnipConfig
 from megatron_snip.divergence.quality_loss import divergence_table, planning_problem
 from megatron_snip.formats import get_format
 from megatron_snip.linears.availability import option_refusals
-from megatron_snip.linears.discovery import global_linears
+from megatron_snip.linears.discovery import global_linears, own_linears
 from megatron_snip.options import BF16, Option
 from megatron_snip.planning.plan import PrecisionPlan, assigned_plan
 from megatron_snip.run.solve import plan_from_rank_0
@@ -130,6 +130,7 @@ class Job:
     def __init__(self, model: Model, control: Control) -> None:
         """All ranks: make this rank's records; exchanges nothing."""
         self.control = control
+        self.shape = model
         self.topology = Topology(control.rank, control.size, control=control)
         self.places = model.placements(control.rank, control.size)
         self.config = SnipConfig(formats=FORMATS, efficiency_target=0.5)
@@ -144,7 +145,8 @@ class Job:
 
     def start(self) -> None:
         """All ranks: agree on linears and options; get the first plan from rank 0."""
-        self.linears = global_linears(self.places, self.topology)
+        facts = self.control.gather("reading the model's linears", lambda: own_linears(self.places))
+        self.linears = global_linears(facts.distinct())
         options = (*self.config.options, BF16)
         option_refusals(self.model, options)
         self.control.on_rank_0("opening the run directory", lambda: None)
@@ -159,7 +161,10 @@ class Job:
         """All ranks: from this rank's sums to a planning problem."""
         self.control.any(False)  # whether the optimizer has made enough steps
         formats = {name: get_format(name) for name in FORMATS}
-        settings = MeasureSettings(formats, 1, 0)
+        of_experts = {
+            each.name: self.shape.num_experts for each in self.linears if each.is_of_experts
+        }
+        settings = MeasureSettings(formats, 1, 0, num_experts=of_experts)
         statistics, _ = reduce_sums(
             self._sums(), settings, self.linears, 1.0, 2.0, dict, self.control
         )

@@ -212,8 +212,16 @@ class Control:
             record = self._down_bytes(record)
         return json.loads(record)
 
-    def gather(self, what: str, action: Callable[[], Any]) -> Gathered:
+    def gather(self, what: str, action: Callable[[], Any], may_refuse: bool = True) -> Gathered:
         """Run `action` on every rank; return what all ranks' actions returned, which is JSON.
+
+        Pipeline stages and experts differ, so a rank may refuse what others accept.
+
+        Args:
+            what: what is done, for messages.
+            action: what every rank does.
+            may_refuse: whether an UnsupportedError or a UsageError is raised on every rank as it
+                is; else it is a failure like others.
 
         Raises:
             UnsupportedError: on every rank, if `action` raised one on any; it has the messages of
@@ -222,7 +230,7 @@ class Control:
             RemoteFailure: on every rank, if `action` raised another Exception on any, or its result
                 is not JSON.
         """
-        _, found = self._agree(what, action, lambda result: result, refusals=True)
+        _, found = self._agree(what, action, lambda result: result, refusals=may_refuse)
         return found
 
     def attempt(self, what: str, action: Callable[[], T]) -> T:
@@ -234,20 +242,6 @@ class Control:
             RemoteFailure: on every rank, if `action` raised an Exception on any.
         """
         result, _ = self._agree(what, action, lambda _: None, refusals=False)
-        return result
-
-    def unless_refused(self, what: str, action: Callable[[], T]) -> T:
-        """Run `action`, which may refuse what this rank has; a refusal is every rank's.
-
-        Pipeline stages and experts differ, so a model may be unsupported on some ranks alone.
-
-        Raises:
-            UnsupportedError: on every rank, if `action` raised one on any; it has the messages of
-                all.
-            UsageError: on every rank, the first one that `action` raised on any.
-            RemoteFailure: on every rank, if `action` raised another Exception on any.
-        """
-        result, _ = self._agree(what, action, lambda _: None, refusals=True)
         return result
 
     def on_rank_0(self, what: str, action: Callable[[], Any]) -> Any:
@@ -352,8 +346,11 @@ class Control:
             if self.rank | bit < self.size:
                 other = torch.empty_like(flat)
                 self._receive(other, self.rank | bit)
-                flat[:num_sums] += other[:num_sums]
-                torch.maximum(flat[num_sums:], other[num_sums:], out=flat[num_sums:])
+                if num_sums == flat.numel():  # a vote: each operation counts
+                    flat += other
+                else:
+                    flat[:num_sums] += other[:num_sums]
+                    torch.maximum(flat[num_sums:], other[num_sums:], out=flat[num_sums:])
         self._down(flat)
 
     def _down(self, tensor: Tensor) -> None:
@@ -402,17 +399,20 @@ class Control:
         return record + rest.numpy().tobytes()
 
     def _send(self, tensor: Tensor, rank: int) -> None:
-        self._transfer(dist.send, tensor, rank)
+        assert self.group is not None
+        self._transfer(self.group.send, tensor, rank)
 
     def _receive(self, tensor: Tensor, rank: int) -> None:
-        self._transfer(dist.recv, tensor, rank)
+        assert self.group is not None
+        self._transfer(self.group.recv, tensor, rank)
 
     def _transfer(self, how: Callable[..., Any], tensor: Tensor, rank: int) -> None:
         self.traffic.messages += 1
         self.traffic.num_bytes += tensor.nbytes
         begin = time.monotonic()
         try:
-            how(tensor, rank, group=self.group)
+            # As dist.send and dist.recv do, whose checks take as long as the message.
+            how([tensor], rank, 0).wait()
         except RuntimeError as error:
             waited_s = time.monotonic() - begin
             lost = self._lost(rank, waited_s)
@@ -487,7 +487,10 @@ class _Records:
 
 def timeout_of(group: ProcessGroup) -> timedelta | None:
     """Return the timeout of a group's exchanges; None where its backend keeps none."""
-    backend = group._get_backend(group._device_types[0])
+    try:
+        backend = group._get_backend(group._device_types[0])
+    except RuntimeError:  # a backend that is not made before it is used
+        return None
     found: timedelta | None = getattr(getattr(backend, "options", None), "_timeout", None)
     return found
 

@@ -63,20 +63,26 @@ def attach(
     from megatron_snip.planning.plan import shares_text
     from megatron_snip.reporting.background import in_background
     from megatron_snip.run.controller import SnipController
+    from megatron_snip.run.state import resumed_state
 
     topology = current_topology()
+    num_done = int(getattr(args, "iteration", 0) or 0)
+    state: RunState | None = None
+    warning: str | None = None
 
     def checked() -> dict[str, str]:
-        nonlocal config
+        nonlocal config, state, warning
         check_modules(model)
         settings = running_settings(args, get_model_config(model[0]))
         config = with_flags_of_the_job(config, settings)
+        try:
+            state, warning = resumed_state(session.loaded_state, num_done)
+        except UsageError as error:  # each rank may have read a file of its own, which is damaged
+            raise UsageError(f"rank {topology.rank}: {error}") from None
         return settings_of_rank(config, args)
 
     refuse_differences(topology.control.gather("checking the model", checked))
     session.makes_plans = not config.collect_only
-    num_done = int(getattr(args, "iteration", 0) or 0)
-    state, warning = _resumed_state(session.loaded_state, num_done, topology)
     if warning is not None and topology.rank == 0:
         logger.warning("snip: %s", warning)
     microbatch_tokens, encoder_tokens = microbatch_tokens_of(args, int(args.micro_batch_size))
@@ -139,27 +145,6 @@ def microbatch_tokens_of(args: Any, samples: int) -> tuple[int | None, int | Non
     # Set for a T5, and by pretrain_vlm.py: there `seq_length` is the number of image tokens.
     decoder_length = int(getattr(args, "decoder_seq_length", None) or length)
     return samples * decoder_length, samples * length
-
-
-def _resumed_state(
-    loaded: Any, num_done: int, topology: Topology
-) -> tuple[RunState | None, str | None]:
-    """All ranks: return what `resumed_state` does; its error on one rank is every rank's.
-
-    Each rank has read a file of its own of some checkpoint formats, which may be damaged.
-
-    Raises:
-        UsageError: on every rank, the first one that `resumed_state` raised on any.
-    """
-    from megatron_snip.run.state import resumed_state
-
-    def read() -> tuple[RunState | None, str | None]:
-        try:
-            return resumed_state(loaded, num_done)
-        except UsageError as error:
-            raise UsageError(f"rank {topology.rank}: {error}") from None
-
-    return topology.control.unless_refused("reading the state of the checkpoint", read)
 
 
 def make_writers(

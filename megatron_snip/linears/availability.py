@@ -83,7 +83,9 @@ def _best_formats(config: SnipConfig, model: PlannedModel) -> tuple[tuple[str, .
     if config.collect_only and config.plan_file is None:
         return lowest, ""  # what is measured only may be for another machine
     pairs = _alternatives(model)
-    refusals = option_refusals(model, (option for pair in pairs.values() for option in pair))
+    # BF16 is asked with them, as `available_options` does: then it asks nothing again.
+    wanted = [option for pair in pairs.values() for option in pair]
+    refusals = option_refusals(model, (*wanted, BF16))
     available = AvailableOptions((), refusals, job=model.job)
     free = {
         each.name: each.flops_per_token

@@ -14,7 +14,7 @@ frozen weights; they keep the run's own precision.
 import logging
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -309,21 +309,29 @@ def _warn_of_short_tiles(shape: tuple[int, int], name: str, tp: Axis) -> None:
         )
 
 
-def global_linears(placements: Sequence[Placement], topology: Topology) -> tuple[LinearInfo, ...]:
-    """All ranks: return every linear of the model, in the same order on all ranks.
+def own_linears(placements: Sequence[Placement]) -> list[list[Any]]:
+    """Return what all ranks must know of this rank's linears: [order here, fields of the info].
+
+    Experts of a layer share a record.
+    """
+    order_of = {place.info: order for order, place in reversed(list(enumerate(placements)))}
+    return [[order, vars(info)] for info, order in order_of.items()]
+
+
+def global_linears(of_ranks: Iterable[list[list[Any]]]) -> tuple[LinearInfo, ...]:
+    """Return every linear of the model, in the same order on all ranks.
 
     Linears are ordered by block, layer and the data's flow within the layer.
+
+    Args:
+        of_ranks: what `own_linears` returned on all ranks.
 
     Raises:
         UnsupportedError: if two stages claim the same linear.
     """
-    # Experts of a layer share a record, which counts once.
-    own = {place.info: order for order, place in reversed(list(enumerate(placements)))}
-    records = [[order, vars(info)] for info, order in own.items()]
     merged: dict[str, tuple[int, LinearInfo]] = {}
-    gathered = topology.control.gather("agreeing on the model's linears", lambda: records)
-    for record in gathered.distinct():
-        for order, fields in record:
+    for records in of_ranks:
+        for order, fields in records:
             info = LinearInfo(**fields)
             known = merged.setdefault(info.name, (order, info))[1]
             if known != info:

@@ -10,10 +10,11 @@ from typing import Any
 import torch
 from megatron.core.utils import get_model_config
 
+from megatron_snip.collectives import Gathered
 from megatron_snip.config import Backend
 from megatron_snip.errors import UnsupportedError
 from megatron_snip.formats import Format
-from megatron_snip.linears.discovery import find_linears, global_linears, stage_layers
+from megatron_snip.linears.discovery import find_linears, global_linears, own_linears, stage_layers
 from megatron_snip.linears.megatron_linear import SimulatedMegatronLinear
 from megatron_snip.linears.planned_linear import PlannedLinear
 from megatron_snip.linears.runtime import Runtime
@@ -74,6 +75,7 @@ class PlannedModel:
         machine: what decides how Transformer Engine's linears run.
         linears: this rank's linears, in model order; a grouped linear once.
         all_linears: every linear of the model, in the same order on all ranks.
+        num_experts: number of experts of each linear that has any; the same on all ranks.
         stage_layers: which layers each pipeline stage holds, the same on all ranks; None where
             numbers do not tell layers apart.
         job: what the job runs without SNIP; the same on all ranks.
@@ -101,6 +103,8 @@ class PlannedModel:
         self.runtime = Runtime(topology, seed, microbatch_tokens, encoder_tokens)
         self.changes: Counter[str] = Counter()
         self._options: Mapping[str, Option] = {}
+        # (recipe, backend, weight storage) by linear and option; the same on all ranks.
+        self._resolved: dict[tuple[str, str], tuple[str, ...]] = {}
         self.backend: Backend = "simulate"
         self.machine: Machine
         self.linears: list[PlannedLinear] = []
@@ -108,12 +112,13 @@ class PlannedModel:
         self._own_ties: list[list[str]] = []
         self._own_rules: dict[str, Source] = {}
         self._own_file_rules: dict[str, bool] = {}
-        reading = partial(self._plan_own_linears, backend)
-        own = topology.control.unless_refused("reading the model's linears", reading)
-        self.all_linears: tuple[LinearInfo, ...] = global_linears(own, topology)
+        reading = partial(self._own_facts, backend)
+        facts = topology.control.gather("reading the model's linears", reading).distinct()
+        self.all_linears: tuple[LinearInfo, ...] = global_linears(rank["linears"] for rank in facts)
+        self.num_experts = {name: n for rank in facts for name, n in rank["experts"].items()}
         self.stage_layers = stage_layers(self.all_linears, topology, len(self.chunks))
         self.refusals: dict[Option, dict[str, str]] = {}
-        self.job = self._gathered_job()
+        self.job = self._job_of(facts)
         if self.job.has_te and self.backend == "simulate" and backend != "simulate":
             # A pipeline stage without layers: its settings and records are those of the others.
             self.backend = "te"
@@ -158,6 +163,43 @@ class PlannedModel:
         self._options = dict(options)
         for linear in self.linears:
             linear.option = options[linear.name]
+
+    def apply_together(self, options: Mapping[str, Option]) -> None:
+        """All ranks: `apply`, on every rank or an error on every rank; note what they resolve to.
+
+        Raises:
+            RemoteFailure: on every rank, if a linear of one rank refuses. Linears of other ranks
+                may then run the new options.
+        """
+
+        def applied() -> list[list[str]]:
+            self.apply(options)
+            return self._new_rows()
+
+        control = self.runtime.topology.control
+        self._note_rows(control.gather("applying the plan", applied, may_refuse=False))
+
+    def _new_rows(self) -> list[list[str]]:
+        """Return what this rank's linears run, of those that were never asked under their option.
+
+        [name, option, recipe, backend, weight storage]; several for one whose weights differ.
+        """
+        return [
+            [linear.name, str(linear.option), linear.recipe, linear.backend, storage]
+            for linear in self.linears
+            if (linear.name, str(linear.option)) not in self._resolved
+            for storage in dict.fromkeys(map(_storage, linear.weights))
+        ]
+
+    def _note_rows(self, gathered: Gathered) -> None:
+        """All ranks: keep what `_new_rows` returned on all of them, joined by linear and option."""
+        found: dict[tuple[str, str], list[list[str]]] = {}
+        for rank in gathered.distinct():
+            for name, option, *values in rank:
+                found.setdefault((name, option), []).append(values)
+        for key, rows in found.items():
+            columns = zip(*rows, strict=True)
+            self._resolved[key] = tuple(" / ".join(dict.fromkeys(each)) for each in columns)
 
     def gather_weights(self, optimizer: Any) -> None:
         """All ranks, before a forward: gather the weights if the plan needs exact copies.
@@ -213,22 +255,35 @@ class PlannedModel:
         """Whether MLPs of any rank run fused operations; the same on all ranks."""
         return bool(self.job.ties)
 
-    def _gathered_job(self) -> Job:
-        """All ranks: return what the job runs without SNIP, in one exchange."""
-        own = {
+    def _own_facts(self, backend: Backend) -> dict[str, Any]:
+        """Find this rank's linears; return what all ranks must know of them, as JSON.
+
+        Raises:
+            UnsupportedError: if a backend cannot run one of them.
+        """
+        placements = self._plan_own_linears(backend)
+        return {
+            "linears": own_linears(placements),
+            "experts": {
+                linear.name: int(linear.module.config.num_moe_experts)
+                for linear in self.linears
+                if linear.placements[0].expert is not None
+            },
             "has_te": self.backend == "te",
             "options": {linear.name: str(linear.job_option) for linear in self.linears},
             "rules": self._own_rules,
             "ties": self._own_ties,
             "file": self._own_file_rules,
         }
+
+    def _job_of(self, facts: Iterable[Mapping[str, Any]]) -> Job:
+        """Return what the job runs without SNIP, given the facts of all ranks."""
         has_te = False
         options: dict[str, Option] = {}
         rules: dict[str, Source] = {}
         ties: set[tuple[str, ...]] = set()
         decides: dict[str, bool] = {}
-        control = self.runtime.topology.control
-        for rank in control.gather("reading what the job runs", lambda: own).distinct():
+        for rank in facts:
             has_te |= rank["has_te"]
             options |= {name: Option.parse(text) for name, text in rank["options"].items()}
             rules |= {name: Source(text) for name, text in rank["rules"].items()}
@@ -291,22 +346,16 @@ class PlannedModel:
             fixed: the linears whose option is fixed.
         """
         fixed = fixed or {}
-        own = [
-            [linear.name, str(linear.option), linear.recipe, linear.backend, storage]
-            for linear in self.linears
-            for storage in dict.fromkeys(map(_storage, linear.weights))
-        ]
-        by_name: dict[str, list[list[str]]] = {}
-        control = self.runtime.topology.control
-        for rank in control.gather("reading what linears run", lambda: own).distinct():
-            for name, *values in rank:
-                by_name.setdefault(name, []).append(values)
-        columns = ("option", "recipe", "backend", "weight_storage")
+        keys = [(name, str(option)) for name, option in plan.linears.items()]
+        if any(key not in self._resolved for key in keys):
+            control = self.runtime.topology.control
+            self._note_rows(control.gather("reading what linears run", self._new_rows))
         rows = []
-        for name in plan.linears:
-            values = (" / ".join(dict.fromkeys(each)) for each in zip(*by_name[name], strict=True))
+        for name, option in keys:
+            recipe, backend, storage = self._resolved[name, option]
+            row = {"name": name, "option": option, "recipe": recipe, "backend": backend}
             source = str(fixed[name].source) if name in fixed else None
-            rows.append({"name": name, **dict(zip(columns, values, strict=True)), "fixed": source})
+            rows.append({**row, "weight_storage": storage, "fixed": source})
         return {
             "version": 2,
             "iteration": iteration,

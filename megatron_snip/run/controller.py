@@ -596,7 +596,7 @@ class SnipController:
                 before.
         """
         try:
-            self._control.attempt("applying the plan", lambda: self.model.apply(plan.linears))
+            self.model.apply_together(plan.linears)
         except RemoteFailure:
             self.model.apply(state.plan.linears)
             raise

@@ -12,7 +12,7 @@ import logging
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -32,7 +32,6 @@ from megatron_snip.linears.model import PlannedModel
 from megatron_snip.linears.moe_dispatch import ExpertDispatch
 from megatron_snip.linears.runtime import Runtime
 from megatron_snip.linears.snapshot import TrainingStateSnapshot
-from megatron_snip.log import log_failure
 from megatron_snip.planning.plan import PrecisionPlan
 from megatron_snip.reporting.events import Measurement
 from megatron_snip.run.guard import Outcome
@@ -47,7 +46,13 @@ from megatron_snip.statistics.observer import StepObserver
 from megatron_snip.statistics.optimizer_state import steps_of_moments
 from megatron_snip.statistics.records import StatisticsTable, running_mean
 from megatron_snip.statistics.sample import MeasureSettings
-from megatron_snip.statistics.sensitivity import Sensitivity, gather_sensitivities, weight_norms
+from megatron_snip.statistics.sensitivity import (
+    Sensitivity,
+    ShardSums,
+    gather_sensitivities,
+    own_sums,
+    weight_norms,
+)
 from megatron_snip.topology import Placement
 
 logger = logging.getLogger(__name__)
@@ -127,16 +132,32 @@ class Observations:
         self._optimizer = optimizer
         self._topology = model.runtime.topology
         self._dispatch = ExpertDispatch(model.chunks, self._topology)
+        # What `may_begin` read for the `begin` that follows it, or why it failed.
+        self._read: dict[Placement, ShardSums] | RemoteFailure | None = None
 
     def may_begin(self) -> bool:
-        """All ranks: whether AdamW's moments have seen enough steps on every rank."""
-        try:
+        """All ranks: whether AdamW's moments have seen enough steps on every rank.
+
+        The sums over the moments, which `begin` needs, are made as well: it is one exchange. If
+        that fails on a rank, the refresh begins, and fails.
+        """
+        self._read = None
+
+        def is_young() -> bool:
             steps = steps_of_moments(self._optimizer)
-        except Exception as error:  # `begin` reads them again, and there all ranks get the error
-            log_failure(logger, "reading the optimizer's steps", error)
-            steps = None
-        is_young = steps is not None and steps < MIN_OPTIMIZER_STEPS
-        return not self._topology.control.any(is_young)
+            if steps is not None and steps < MIN_OPTIMIZER_STEPS:
+                return True
+            with torch._C.DisableTorchFunction():  # see `begin`
+                self._read = own_sums(self._model.weights(), self._optimizer)
+            return False
+
+        control = self._topology.control
+        try:
+            found = control.gather("reading the optimizer's state", is_young, may_refuse=False)
+        except RemoteFailure as failure:
+            self._read = failure
+            return True
+        return not any(found.distinct())
 
     def begin(self, iteration: int) -> Observation | Refresh:
         """All ranks: prepare to measure the linears while an iteration runs.
@@ -148,15 +169,21 @@ class Observations:
             A refresh that failed, on every rank, if a rank fails.
         """
         weights = self._model.weights()
+        read = self._read
+        self._read = None
         try:
+            if isinstance(read, RemoteFailure):
+                raise read
             # Under `python -m megatron_snip --cpu` every call of torch is inspected, to redirect
             # those that name CUDA. No call here does, so the inspection is skipped.
             with torch._C.DisableTorchFunction():
-                sensitivities = gather_sensitivities(weights, self._optimizer, self._topology)
+                sensitivities = gather_sensitivities(weights, self._optimizer, self._topology, read)
         except RemoteFailure as failure:
             return Refresh(failure=str(failure))
         formats = self._model.measured_formats(self._formats)
-        settings = MeasureSettings(formats, iteration, self._model.runtime.seed)
+        seed = self._model.runtime.seed
+        num_experts = self._model.num_experts
+        settings = MeasureSettings(formats, iteration, seed, num_experts=num_experts)
         rows_by_sender = self._dispatch.rows_by_sender
         observer = StepObserver(settings, self._topology, sensitivities, rows_by_sender)
         runtime = self._model.runtime
@@ -205,7 +232,8 @@ class Observations:
             outcome: how the step ended. What was measured is dropped if the guard ran the step
                 again: the observer may have added up several runs.
         """
-        loss = StepLoss(outcome.results, self._topology).read()
+        loss = outcome.loss or StepLoss(outcome.results, self._topology)
+        loss_part = loss.part()
         loss_scale = step.loss_scale()
         grad_scale = step.grad_scale(self._topology, loss_scale)
         # `table` calls it, and turns an error of this rank into one of all ranks.
@@ -219,9 +247,12 @@ class Observations:
         )
         linears = self._model.all_linears
         try:
-            table, health = observation.observer.table(linears, grad_scale, loss, norms)
+            table, health = observation.observer.table(
+                linears, grad_scale, None, norms, also_summed=loss_part
+            )
         except RemoteFailure as failure:
             return Refresh(failure=str(failure))
+        table = replace(table, loss=loss.take(loss_part))
         # `table` comes first: if measuring failed as well, that is the reason to report.
         if outcome.num_runs > 1:
             return Refresh(failure="the guard ran this iteration again")

@@ -208,6 +208,7 @@ class StepLoss:
             topology: this rank's place.
         """
         self._topology = topology
+        self._has_total = False  # whether `_sums` are the last rank's
         self._sums = torch.zeros(3, dtype=torch.float64)
         self._copy_done: torch.cuda.Event | None = None
         own = _step_sums(results)
@@ -224,10 +225,10 @@ class StepLoss:
 
         None if Megatron's function reports no loss, or a rank could not read its report.
         """
-        if self._copy_done is not None:
-            self._copy_done.synchronize()
-            self._copy_done = None
-        self._topology.control.broadcast_(self._sums, self._topology.world_size - 1)
+        if not self._has_total:
+            self._wait()
+            self._topology.control.broadcast_(self._sums, self._topology.world_size - 1)
+            self._has_total = True
         return self._loss()
 
     def read_judged(self, has_finite_gradients: bool) -> float | None:
@@ -238,16 +239,31 @@ class StepLoss:
         Args:
             has_finite_gradients: whether the gradients of this rank are finite.
         """
+        num_failed = torch.tensor([float(not has_finite_gradients)], dtype=torch.float64)
+        found = self._topology.control.sum_(torch.cat([self.part(), num_failed]))
+        loss = self.take(found[:-1])
+        return math.nan if loss is not None and found[-1] else loss
+
+    def part(self) -> torch.Tensor:
+        """Return what this rank adds to a sum over all ranks that `take` gets, FP64 [3].
+
+        Only the last rank adds numbers that are not 0, so the sum has its bits.
+        """
+        self._wait()
+        is_last = self._topology.rank == self._topology.world_size - 1
+        return self._sums.clone() if is_last else torch.zeros_like(self._sums)
+
+    def take(self, total: torch.Tensor) -> float | None:
+        """All ranks: return what `read` does, given the sum of all parts; exchanges nothing."""
+        self._sums = total
+        self._has_total = True
+        return self._loss()
+
+    def _wait(self) -> None:
+        """Wait for the device."""
         if self._copy_done is not None:
             self._copy_done.synchronize()
             self._copy_done = None
-        is_last = self._topology.rank == self._topology.world_size - 1
-        own = self._sums if is_last else torch.zeros_like(self._sums)
-        num_failed = torch.tensor([float(not has_finite_gradients)], dtype=torch.float64)
-        found = self._topology.control.sum_(torch.cat([own, num_failed]))
-        self._sums = found[:-1]
-        loss = self._loss()
-        return math.nan if loss is not None and found[-1] else loss
 
     def _loss(self) -> float | None:
         total, count, num_unread = self._sums.tolist()

@@ -278,12 +278,20 @@ class StepObserver:
         grad_scale: float,
         loss: float | None,
         norms: Callable[[], Mapping[str, Tensor]] = dict,
+        also_summed: Tensor | None = None,
     ) -> tuple[StatisticsTable, HealthTable]:
         """All ranks: add up over ranks; see `reduce_sums` for arguments and errors."""
         control = self._topology.control
         with self._measuring():
             return reduce_sums(
-                self._sums.own, self._settings, linears, grad_scale, loss, norms, control
+                self._sums.own,
+                self._settings,
+                linears,
+                grad_scale,
+                loss,
+                norms,
+                control,
+                also_summed,
             )
 
     @contextmanager

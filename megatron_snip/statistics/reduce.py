@@ -41,6 +41,7 @@ def reduce_sums(
     loss: float | None,
     norms: Callable[[], Mapping[str, Tensor]],
     control: Control,
+    also_summed: Tensor | None = None,
 ) -> tuple[StatisticsTable, HealthTable]:
     """All ranks: return statistics and health of the model, the same on every rank.
 
@@ -52,51 +53,49 @@ def reduce_sums(
         loss: The loss of the iteration, the same on all ranks.
         norms: Returns this rank's `sensitivity.weight_norms`; its errors count as failures.
         control: the control plane of all ranks.
+        also_summed: a few FP64 numbers of the caller, which get their sums over all ranks in the
+            same exchange; unchanged after an error.
 
     Raises:
         RemoteFailure: on every rank, if measuring failed on any.
     """
     layout = RowLayout(settings.formats)
     names = [linear.name for linear in linears]
+    of_experts = dict(settings.num_experts)
+    if control.size == 1:
+        for name, expert in own.experts:
+            of_experts[name] = max(of_experts.get(name, 0), 1 + expert)
+    counts = [of_experts.get(name, 0) for name in names]
+    # Experts have rows of their own.
+    experts = [(name, i) for name, count in zip(names, counts, strict=True) for i in range(count)]
+    also = torch.zeros(0, dtype=torch.float64) if also_summed is None else also_summed
     num_counts = len(BatchCounts._fields)
     width = num_counts + layout.width
-    table = torch.zeros((1 + len(linears), width), dtype=torch.float64)
-    # Views of `table`: what is written to them is summed with it.
-    num_failed = table[0, :1]
-    batch = table[1:, :num_counts]
-    rows = table[1:, num_counts:]
+    sizes = [1 + len(also), len(linears) * width, len(experts) * layout.expert_width]
+    # Views of one tensor: what is written to them is summed with it, in one exchange.
+    summed = torch.zeros(sum(sizes), dtype=torch.float64)
+    head, table, expert_rows = torch.split(summed, sizes)
+    expert_rows = expert_rows.view(len(experts), layout.expert_width)
+    batch, rows = torch.split(table.view(len(linears), width), [num_counts, layout.width], dim=1)
     sums = layout.split(rows)
-    # Ranks take the maximum of what follows, and not the sum.
-    maxima = torch.zeros((len(linears), len(Operand) + 1))
-    amax = maxima[:, :-1]
-    num_experts = maxima[:, -1]
+    amax = torch.zeros((len(linears), len(Operand)))  # of it ranks take the maximum
+    head[1:] = also
     try:
         _fill(rows, own.rows, names)
         own_counts = {n: torch.tensor(c, dtype=torch.float64) for n, c in own.counts.items()}
         _fill(batch, own_counts, names)
         _fill(sums.norms, norms(), names)
         _fill(amax, own.amax, names)
-        place = {name: i for i, name in enumerate(names)}
-        for name, expert in own.experts:  # with a row of expert 3, a linear has 4 or more
-            num_experts[place[name]].clamp_(min=1 + expert)
+        _fill(expert_rows, own.experts, experts)
     except Exception as error:  # the other ranks wait in the sum
         own.record_failure(error)
-    num_failed.fill_(own.failure is not None)
-    control.sum_(table, maxima)
-    if num_failed > 0:
+    head[0] = float(own.failure is not None)
+    control.sum_(summed, amax)
+    if head[0] > 0:
         found = control.gather("measuring", lambda: own.failure)
         by_text = zip(found.values, found.ranks, strict=True)
         raise RemoteFailure("measuring", {text: ranks for text, ranks in by_text if text})
-
-    # Experts have rows of their own; how many a linear has is known only now.
-    counts = num_experts.int().tolist()
-    experts: list[tuple[str, int]] = []
-    for name, count in zip(names, counts, strict=True):
-        experts += [(name, expert) for expert in range(count)]
-    expert_rows = torch.zeros((len(experts), layout.expert_width), dtype=torch.float64)
-    _fill(expert_rows, own.experts, experts)
-    if experts:
-        control.sum_(expert_rows)
+    also.copy_(head[1:])
 
     named = [dict(zip(layout.columns, row, strict=True)) for row in sums.statistics.tolist()]
     # A layer that is repeated three times counts a third of a microbatch in each call. Rounding

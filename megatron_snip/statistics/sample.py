@@ -7,7 +7,7 @@ complete tiles of consecutive tokens and, of wide linears, on every fourth outpu
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -50,6 +50,8 @@ class MeasureSettings:
         names: Names of the linears to observe; None observes all.
         all_tokens: Whether to measure all tokens of all microbatches and not a sample (for
             benchmarks).
+        num_experts: Number of experts of each linear that has any, over all ranks. One rank alone
+            need not give it.
     """
 
     formats: Mapping[str, Format]
@@ -57,6 +59,7 @@ class MeasureSettings:
     seed: int
     names: frozenset[str] | None = None
     all_tokens: bool = False
+    num_experts: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -55,8 +55,20 @@ class Sensitivity:
 
 
 @torch.no_grad()
+def own_sums(
+    weights: Mapping[Placement, torch.nn.Parameter], optimizer: Any
+) -> "dict[Placement, ShardSums]":
+    """Return the sums of each weight over the moments that this rank has; exchanges nothing."""
+    shards = optimizer_shards(optimizer)
+    return {place: ShardSums.of(weight, shards.get(weight)) for place, weight in weights.items()}
+
+
+@torch.no_grad()
 def gather_sensitivities(
-    weights: Mapping[Placement, torch.nn.Parameter], optimizer: Any, topology: Topology
+    weights: Mapping[Placement, torch.nn.Parameter],
+    optimizer: Any,
+    topology: Topology,
+    sums: "dict[Placement, ShardSums] | None" = None,
 ) -> dict[Placement, Sensitivity]:
     """All ranks: return the sensitivity of each of this rank's weights.
 
@@ -67,16 +79,14 @@ def gather_sensitivities(
             order on all ranks of an axis.
         optimizer: Megatron's.
         topology: this rank's place.
+        sums: what `own_sums` returned, if no rank failed there; None calls it.
 
     Raises:
         RemoteFailure: on every rank, if one cannot read its moments.
     """
-
-    def own_sums() -> dict[Placement, ShardSums]:
-        shards = optimizer_shards(optimizer)
-        return {place: ShardSums.of(w, shards.get(w)) for place, w in weights.items()}
-
-    sums = topology.control.attempt("reading the optimizer's state", own_sums)
+    if sums is None:
+        read = partial(own_sums, weights, optimizer)
+        sums = topology.control.attempt("reading the optimizer's state", read)
     sharded = is_sharded(optimizer)
     by_axes: dict[tuple[Axis, Axis], list[Placement]] = defaultdict(list)
     for placement in weights:

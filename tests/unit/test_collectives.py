@@ -1,6 +1,7 @@
 """Alone, everything is what one rank would do; messages of many ranks are short."""
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from unittest.mock import Mock
 
 import pytest
@@ -41,14 +42,14 @@ def test_one_rank_fails_as_many_do() -> None:
 
 def test_a_refusal_is_a_failure_only_where_none_is_expected() -> None:
     refuse = Mock(side_effect=UnsupportedError("one", "two"))
-    for method in (ALONE.unless_refused, ALONE.gather):
-        with pytest.raises(UnsupportedError) as caught:
-            method("trying", refuse)
-        assert caught.value.messages == ("one", "two")
-        with pytest.raises(UsageError, match=r"^pins: bad$"):
-            method("trying", Mock(side_effect=UsageError("bad", "pins")))
-    with pytest.raises(RemoteFailure, match="UnsupportedError: one two"):
-        ALONE.attempt("trying", refuse)
+    with pytest.raises(UnsupportedError) as caught:
+        ALONE.gather("trying", refuse)
+    assert caught.value.messages == ("one", "two")
+    with pytest.raises(UsageError, match=r"^pins: bad$"):
+        ALONE.gather("trying", Mock(side_effect=UsageError("bad", "pins")))
+    for failing in (ALONE.attempt, partial(ALONE.gather, may_refuse=False)):
+        with pytest.raises(RemoteFailure, match="UnsupportedError: one two"):
+            failing("trying", refuse)
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from megatron_snip.linears.discovery import (
     current_topology,
     find_linears,
     global_linears,
+    own_linears,
     stage_layers,
 )
 from megatron_snip.linears.model import PlannedModel
@@ -81,7 +82,7 @@ def test_which_layers_each_chunk_holds_and_under_which_numbers(make_model: MakeM
     chunks[1].mtp.layers = make_model(num_layers=1).decoder.layers
     topology = Topology(stage=1, num_stages=3)
     placements = [p for _, (p,) in find_linears(chunks, topology)]
-    found = stage_layers(global_linears(placements, topology), topology, len(chunks))
+    found = stage_layers(global_linears([own_linears(placements)]), topology, len(chunks))
     assert found is not None
     first = {"decoder.layers.2": 0, "decoder.layers.3": 1}
     second = {"decoder.layers.8": 1, "decoder.layers.9": 2, "mtp.layers.0": 0}
@@ -92,7 +93,7 @@ def test_which_layers_each_chunk_holds_and_under_which_numbers(make_model: MakeM
     for layer in blocks["b"].decoder.layers:
         layer.layer_number += 2
     placements = [p for _, (p,) in find_linears([blocks], Topology())]
-    assert stage_layers(global_linears(placements, Topology()), Topology(), 1) is None
+    assert stage_layers(global_linears([own_linears(placements)]), Topology(), 1) is None
 
 
 @pytest.mark.parametrize(("at_end", "kept"), [(1, [0, 3]), (2, [0, 2, 3]), (9, [0, 1, 2, 3])])
@@ -124,7 +125,7 @@ def test_experts_share_a_row(make_model: MakeModel) -> None:
     assert [p.expert for p in fc1] == [0, 1, 2, 3]
     assert len({p.instance for p in experts}) == len(experts)
     assert all(p.num_active == 2.0 and p.num_chunks in (1, 2) for p in experts)
-    rows = global_linears(placements, Topology())
+    rows = global_linears([own_linears(placements)])
     assert len(rows) == 2 * 4
     (fc2,) = (row for row in rows if row.name == "decoder.layers.0.mlp.experts.linear_fc2")
     assert fc2.flops_per_token == 2 * 6 * fc2.in_features * fc2.out_features
@@ -146,18 +147,18 @@ def test_a_repeated_layer_of_multi_token_prediction_counts_once_for_each_depth(
 def test_rows_follow_the_data_s_flow(make_model: MakeModel) -> None:
     placements = [p for _, (p,) in find_linears([make_model()], Topology())]
     wanted = [f"decoder.layers.{i}.{name}" for i in range(2) for name in IN_LAYER]
-    assert [row.name for row in global_linears(placements, Topology())] == wanted
-    assert [row.name for row in global_linears(placements[::-1], Topology())] == wanted
+    assert [row.name for row in global_linears([own_linears(placements)])] == wanted
+    assert [row.name for row in global_linears([own_linears(placements[::-1])])] == wanted
     names = [f"decoder.layers.{i}.mlp.linear_fc1" for i in (10, 2)]
     placements = [Placement(name, 0, "column", 4, 4) for name in names]
-    assert [row.name for row in global_linears(placements, Topology())] == names[::-1]
+    assert [row.name for row in global_linears([own_linears(placements)])] == names[::-1]
 
 
 def test_a_linear_that_is_claimed_twice_is_refused() -> None:
     one = Placement("decoder.layers.0.mlp.linear_fc1", 0, "column", 4, 4)
     other = Placement("decoder.layers.0.mlp.linear_fc1", 1, "column", 4, 4)
     with pytest.raises(UnsupportedError, match="ranks disagree about decoder"):
-        global_linears([one, other], Topology())
+        global_linears([own_linears([one, other])])
 
 
 def vision_language_model(make_model: MakeModel, vision_size: int) -> LLaVAModel:
