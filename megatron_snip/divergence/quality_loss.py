@@ -158,13 +158,14 @@ def divergence_table(
     Args:
         table: The statistics.
         options: The options that a linear may choose, in the order of `enumerate_options`. A linear
-            that no backward reached keeps one option: that of its pin, else what the job itself
-            runs, or if that is not among the options the one of the most bits that it can run.
+            that no backward reached keeps one option: that of its pin, or else what the job itself
+            runs, also if that is none of these.
         lowest_format: The lowest precision among the formats.
         config: SNIP's settings, of which `loss_divergence`, `weight_lambda` and `pins` are used.
         refusals: The options that linears cannot run.
         warn: Whether to log what is forbidden; one rank of many is enough.
-        job: The option that stands for what the job itself runs, by linear.
+        job: The option that stands for what the job itself runs, by linear. For linears that are
+            absent it is the one of the most bits that they can run.
     """
     lowest = Option.uniform(lowest_format)
     kappa = fprop_scale(table.linears, lowest_format)
@@ -175,7 +176,7 @@ def divergence_table(
     linears: dict[str, dict[Option, OptionDivergence]] = {}
     kept = {
         linear.name: config.pin_of(linear.name)
-        or _unchanged(job.get(linear.name), options)
+        or job.get(linear.name)
         or _highest(linear.name, options, refusals or {})
         for linear in table.linears
         if not _was_measured(linear)
@@ -191,10 +192,12 @@ def divergence_table(
         )
     for linear in table.linears:
         by_option = {}
+        if linear.name in kept:
+            own = kept[linear.name]
+            choices = dict.fromkeys((*options, own))
+            linears[linear.name] = {each: _unmeasured_divergence(each == own) for each in choices}
+            continue
         for option in options:
-            if not _was_measured(linear):
-                by_option[option] = _unmeasured_divergence(option == kept[linear.name])
-                continue
             loss = _or_nan(loss_of, linear, option)
             weight = _or_nan(weight_of, linear, option)
             quality = _share(loss, loss_sum)
@@ -381,11 +384,6 @@ def gemm_norm_bound(linear: LinearStatistics, option: Option, gemm: Gemm) -> flo
 def _was_measured(linear: LinearStatistics) -> bool:
     """Return whether a backward reached the linear: none reaches frozen first layers."""
     return linear.microbatches > 0
-
-
-def _unchanged(job: Option | None, options: Sequence[Option]) -> Option | None:
-    """Return what the job itself runs, if it is among the options."""
-    return job if job in options else None
 
 
 def _highest(linear: str, options: Sequence[Option], refusals: Refusals) -> Option:

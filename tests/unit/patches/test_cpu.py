@@ -61,6 +61,10 @@ def changed(before: dict[tuple[Any, str], Any]) -> set[str]:
 class Quantized(torch.Tensor):
     """A tensor without storage, as Transformer Engine's are."""
 
+    @classmethod
+    def __torch_dispatch__(cls, *_: Any) -> Any:
+        raise NotImplementedError
+
 
 @pytest.fixture
 def patched() -> Iterator[None]:
