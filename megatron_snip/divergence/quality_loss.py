@@ -164,14 +164,15 @@ def divergence_table(
         table: The statistics.
         options: The options that a linear may choose, in the order of `enumerate_options`. A linear
             keeps one option, if no backward reached it or that option's quality loss is not finite:
-            the one that it is fixed to; else, if no backward reached it, what the job itself runs;
-            else the one of the most bits that it can run.
+            the one that it is fixed to; else, if no backward reached it, what the job itself runs,
+            also if that is none of these; else the one of the most bits that it can run.
         lowest_format: The lowest precision among the formats.
         config: SNIP's settings, of which `loss_divergence` and `weight_lambda` are used.
         refusals: The options that linears cannot run.
         fixed: The linears whose option is fixed.
         warn: Whether to log what is forbidden; one rank of many is enough.
-        job: The option that stands for what the job itself runs, by linear.
+        job: The option that stands for what the job itself runs, by linear. For linears that are
+            absent it is the one of the most bits that they can run.
     """
     lowest = Option.uniform(lowest_format)
     kappa = fprop_scale(table.linears, lowest_format)
@@ -204,9 +205,10 @@ def divergence_table(
         pin = None if own is None else own.option
         kept = pin or _highest(linear.name, options, refusals or {})
         if not _was_measured(linear):
-            kept = pin or _unchanged(job.get(linear.name), options) or kept
+            kept = pin or job.get(linear.name) or kept
             unreached[linear.name] = kept
-            by_option = {option: _unmeasured_divergence(option == kept) for option in options}
+            choices = dict.fromkeys((*options, kept))
+            by_option = {option: _unmeasured_divergence(option == kept) for option in choices}
         else:
             by_option = {option: divergences_of(linear, option) for option in options}
             without = [option for option, row in by_option.items() if row.quality_loss is None]
@@ -406,11 +408,6 @@ def gemm_norm_bound(linear: LinearStatistics, option: Option, gemm: Gemm) -> flo
 def _was_measured(linear: LinearStatistics) -> bool:
     """Return whether a backward reached the linear: none reaches frozen first layers."""
     return linear.microbatches > 0
-
-
-def _unchanged(job: Option | None, options: Sequence[Option]) -> Option | None:
-    """Return what the job itself runs, if it is among the options."""
-    return job if job in options else None
 
 
 def _highest(linear: str, options: Sequence[Option], refusals: Refusals) -> Option:

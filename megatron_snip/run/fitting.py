@@ -173,12 +173,18 @@ class Fitting:
         return replace(self._available, refusals=refusals).restrict(problem)
 
     def _allowed(self, row: LinearChoices) -> dict[str, OptionCost]:
-        """Return the options of a linear that the formats allow, or to which a linear is fixed."""
+        """Return the options of a linear that the formats allow, or to which a linear is fixed.
+
+        One that no backward reached has what the job itself runs, also if the formats lack it.
+        """
         allowed = {}
         for text, cost in row.options.items():
             option = parse_option(text)
             if self._config.allows(option) or option in self._fixed_options:
                 allowed[text] = cost
+        job = str(self._available.job.options[row.name])
+        if job in row.options and all(cost.quality_loss is None for cost in allowed.values()):
+            allowed[job] = row.options[job]
         return allowed
 
     def pending(self, pending: PendingProblem, num_done: int) -> PendingProblem:

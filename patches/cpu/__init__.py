@@ -32,7 +32,13 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 from megatron_snip.patches.cpu.collectives import one_by_one, plain_splits, uneven_all_gather
 from megatron_snip.patches.cpu.device import constant, cuda_answers, local_ranks
 from megatron_snip.patches.cpu.megatron import megatron_replacements
-from megatron_snip.patches.cpu.tensors import CudaOnCpu, active_modes, in_backward, load_on_cpu
+from megatron_snip.patches.cpu.tensors import (
+    CudaOnCpu,
+    active_modes,
+    in_backward,
+    load_on_cpu,
+    wrapper_on_cpu,
+)
 from megatron_snip.patches.registry import replace_attribute
 
 _MODE = CudaOnCpu()
@@ -124,6 +130,8 @@ def _torch_replacements(
     yield torch, "compile", _eager
     yield torch, "load", load_on_cpu(torch.load)
     yield torch.Tensor, "record_stream", constant(None)
+    make = wrapper_on_cpu(torch.Tensor._make_wrapper_subclass)
+    yield torch.Tensor, "_make_wrapper_subclass", staticmethod(make)
     if claim_cuda:
         yield torch.cuda, "is_available", constant(True)
         yield torch.cuda, "is_initialized", constant(True)

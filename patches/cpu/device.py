@@ -12,7 +12,6 @@ from typing import Any, Self
 import torch
 
 from megatron_snip.patches.cpu import graphs
-from megatron_snip.patches.cpu.tensors import CPU
 
 
 class _Timeline:
@@ -90,7 +89,8 @@ def cuda_answers(capability: tuple[int, int]) -> dict[str, Any]:
     )
     properties.major, properties.minor = capability
     answers: dict[str, Any] = {
-        "current_device": constant(CPU),
+        # An index, as CUDA's; tensors.py makes the CPU of it.
+        "current_device": lambda: int(os.environ.get("LOCAL_RANK", "0")),
         "current_stream": constant(stream),
         "default_stream": constant(stream),
         "is_current_stream_capturing": graphs.is_capturing,

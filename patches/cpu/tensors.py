@@ -71,6 +71,16 @@ def load_on_cpu(original: Callable[..., Any]) -> Callable[..., Any]:
     return load
 
 
+def wrapper_on_cpu(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap the making of a tensor subclass's object, which no function mode sees."""
+
+    @functools.wraps(original)
+    def make(*args: Any, **kwargs: Any) -> Any:
+        return original(*args, **{k: _on_cpu(v) if k == "device" else v for k, v in kwargs.items()})
+
+    return make
+
+
 def active_modes() -> list[Any]:
     """Return the function modes that are active, outermost first."""
     modes: list[Any] = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
@@ -103,8 +113,12 @@ def _type(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any
 
 
 def _device(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    # "cuda:cpu" too: a script puts what `current_device` has returned behind the colon.
-    is_cuda = args and isinstance(args[0], str) and args[0].startswith("cuda:")
+    """Return the CPU for a CUDA device with an index; `cuda` alone becomes it where it is used."""
+    first = args[0] if args else kwargs.get("type")
+    has_index = len(args) > 1 or "index" in kwargs
+    is_cuda = isinstance(first, int) or (
+        isinstance(first, str) and (first.startswith("cuda:") or (first == "cuda" and has_index))
+    )
     return CPU if is_cuda else func(*args, **kwargs)
 
 

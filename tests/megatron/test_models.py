@@ -1,6 +1,8 @@
-"""Beside a plain GPT: hybrid models with Mamba, MTP, latent attention, context parallelism.
+"""Beside a plain GPT: hybrid models with Mamba or Gated DeltaNet, MTP, latent attention, sparse
+attention, context parallelism.
 
-Transformer Engine's own Python runs (tests/te_on_cpu); Mamba's fused scan is a stand-in.
+Transformer Engine's own Python runs (tests/te_on_cpu); the kernels of Mamba and of Gated DeltaNet
+are stand-ins.
 """
 
 import json
@@ -22,11 +24,20 @@ HYBRID = [
     for i, layer in enumerate((MIXER, ATTENTION, MLP, MIXER))
     for name in layer
 ]
+DELTA_NET = [
+    f"decoder.layers.{i}.{name}"
+    for i, layer in enumerate(
+        (["self_attention.in_proj", "self_attention.out_proj"], ATTENTION, MLP, ())
+    )
+    for name in layer
+]
+DELTA_NET += [name.replace("layers.0", "layers.3") for name in DELTA_NET[:2]]
 LATENT = ["linear_q_down_proj", "linear_kv_down_proj", "linear_q_up_proj", "linear_kv_up_proj"]
 LINEARS = {
     "cp2": DENSE,
     "hybrid": HYBRID,
     "hybrid-pp2": HYBRID,
+    "delta-net": DELTA_NET,
     "mtp": DENSE + [f"mtp.layers.0.mtp_model_layer.{name}" for name in ATTENTION + MLP],
     "mtp-repeated": DENSE + [f"mtp.layers.0.mtp_model_layer.{name}" for name in ATTENTION + MLP],
     "latent": [
@@ -62,7 +73,7 @@ def test_a_repeated_layer_of_multi_token_prediction_counts_at_every_depth(te_lab
         assert (row["microbatches"], row["tokens"]) == (4, depths * 256)
 
 
-@pytest.mark.parametrize("layout", ["hybrid", "hybrid-aligned", "latent"])
+@pytest.mark.parametrize("layout", ["hybrid", "hybrid-aligned", "latent", "delta-net"])
 def test_models_run_the_recipes_of_transformer_engine(te_lab: Lab, layout: str) -> None:
     """Measured and off they are bitwise the job's own; a plan's recipes train."""
     plain = te_lab.run(layout, plain=True)
@@ -80,6 +91,23 @@ def test_models_run_the_recipes_of_transformer_engine(te_lab: Lab, layout: str) 
     assert {name for name, recipe in recipes.items() if recipe == "bf16"} == odd
     assert set(recipes.values()) - {"bf16"} == {"mxfp8", "nvfp4"}
     assert ("weight's shard (292, 128) is not a multiple of 32" in run.logs[0]) == bool(odd)
+
+
+def test_a_linear_that_is_never_called_runs_as_in_the_job_and_is_said_once(te_lab: Lab) -> None:
+    """Sparse attention multiplies the weight of `linear_kv_up_proj` itself."""
+    plain = te_lab.run("dsa", plain=True)
+    measured = te_lab.run("dsa", settings.COLLECT_ONLY)
+    assert weights(measured) == weights(plain)
+    run = te_lab.run("dsa", settings.SNIP)
+    assert applied_plans(run) == [5, 9], run.report
+    unused = {
+        name: recipe
+        for name, recipe in recipes_of(run.output, 5).items()
+        if name.endswith("linear_kv_up_proj")
+    }
+    assert list(unused.values()) == ["bf16"] * 2
+    text = "such as decoder.layers.0.self_attention.linear_kv_up_proj (frozen, or never called?)"
+    assert run.logs[0].count("no backward reached 2 of") == run.logs[0].count(text) == 1
 
 
 def test_context_parallel_ranks_add_up_to_the_statistics_of_one(te_lab: Lab) -> None:

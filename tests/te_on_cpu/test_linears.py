@@ -111,3 +111,19 @@ def test_what_is_not_here_says_so() -> None:
         tex.fused_rope_forward(None, None)
     with pytest.raises(AttributeError):
         tex.no_such_name  # noqa: B018
+
+
+def test_fused_operations_with_a_bias_are_torch() -> None:
+    """Their parameters are made on `torch.device("cuda", torch.cuda.current_device())`."""
+    torch.manual_seed(0)
+    module = te.ops.Sequential(te.ops.Linear(32, 64, bias=True), te.ops.Linear(64, 32, bias=True))
+    for parameter in module.parameters():
+        torch.nn.init.normal_(parameter)
+    x, y, grad = step(module, torch.randn(16, 32))
+    other = x.detach().clone().requires_grad_()
+    hidden = torch.nn.functional.linear(other, module[0].weight, module[0].bias)
+    wanted = torch.nn.functional.linear(hidden, module[1].weight, module[1].bias)
+    torch.testing.assert_close(y, wanted)
+    (dx, dbias) = torch.autograd.grad(wanted, (other, module[0].bias), grad)
+    torch.testing.assert_close(x.grad, dx, rtol=1e-4, atol=1e-3)
+    torch.testing.assert_close(module[0].bias.grad, dbias, rtol=1e-4, atol=1e-3)

@@ -261,13 +261,13 @@ def test_a_linear_that_no_backward_reached_keeps_the_highest_precision(
         (FP8, None, FP8),
         (BF16, None, BF16),
         (FP8, FP4, FP4),
-        (Option.parse("fp8-bf16-bf16"), None, BF16),
+        (Option.parse("fp8-bf16-bf16"), None, Option.parse("fp8-bf16-bf16")),
     ],
 )
 def test_a_linear_that_no_backward_reached_runs_as_the_job_does(
     job: Option, pin: Option | None, kept: Option
 ) -> None:
-    """Unless it is pinned, or the formats of the run do not have the job's option."""
+    """Unless it is pinned; also if the run's options do not have the job's."""
     unseen = LinearStatistics("decoder.layers.8.mlp.linear_fc1", 0, 128, 128, 1.0)
     options = enumerate_options(("bf16", "fp8", "fp4"), "linear")
     config = SnipConfig(formats="bf16,fp8,fp4")

@@ -58,6 +58,14 @@ def changed(before: dict[tuple[Any, str], Any]) -> set[str]:
     return {key[1] for key in before | after if before.get(key) is not after.get(key)}
 
 
+class Quantized(torch.Tensor):
+    """A tensor without storage, as Transformer Engine's are."""
+
+    @classmethod
+    def __torch_dispatch__(cls, *_: Any) -> Any:
+        raise NotImplementedError
+
+
 @pytest.fixture
 def patched() -> Iterator[None]:
     assert cpu.install()
@@ -86,6 +94,23 @@ def test_nothing_is_compiled() -> None:
 @pytest.mark.usefixtures("patched")
 def test_a_tensor_may_be_used_in_any_stream() -> None:
     torch.ones(1).record_stream(torch.cuda.Stream())
+
+
+@pytest.mark.usefixtures("patched")
+def test_the_current_device_is_an_index_of_the_cpu() -> None:
+    index = torch.cuda.current_device()
+    assert type(index) is int
+    named = [
+        torch.device("cuda", index),
+        torch.device("cuda", index=index),
+        torch.device(type="cuda", index=index),
+        torch.device(f"cuda:{index}"),
+        torch.device(index),
+    ]
+    assert named == [torch.device("cpu")] * len(named)
+    assert torch.device("cpu").type == "cpu" and torch.device("meta").type == "meta"
+    made = torch.Tensor._make_wrapper_subclass(Quantized, (2, 2), device=index)
+    assert made.device.type == "cpu"
 
 
 @pytest.mark.usefixtures("patched")

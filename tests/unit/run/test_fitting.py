@@ -79,3 +79,16 @@ class Refusals(dict[Option, dict[str, str]]):
     def get(self, option: Option, default: Any = None) -> Any:
         self.asked.append(option)
         return super().get(option, default)
+
+
+def test_a_resumed_problem_keeps_what_the_job_runs_where_no_backward_came() -> None:
+    """The linear in the middle was never called, and runs FP8 though the formats lack it."""
+    losses = [[0.0, 0.1, 0.4], [None, 0.0, None], [0.0, 0.1, 0.4]]
+    problem = problem_of(losses, options=("bf16", "fp8", "fp4"))
+    plans = run_plans(job=dict.fromkeys((A, B, C), FP8), formats="bf16,fp4")
+    rows = plans.fitting.problem(problem).linears
+    assert [list(row.options) for row in rows] == [
+        ["bf16", "fp4"],
+        ["bf16", "fp4", "fp8"],
+        ["bf16", "fp4"],
+    ]
