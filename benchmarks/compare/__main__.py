@@ -4,6 +4,7 @@
     python -m benchmarks.compare forks [--formats fp3,fp4] [--pairs 48] [--data-seeds 2]
     python -m benchmarks.compare kinds
     python -m benchmarks.compare rival [--hours 10]
+    python -m benchmarks.compare collapse [--hours 6]
     python -m benchmarks.compare table [--figure FILE.svg] [--page FILE.md ..]
     (each with --quick, which takes ten minutes, --scenario outliers, --results FILE)
 
@@ -13,7 +14,8 @@ of all GEMMs in the low format, in complementary pairs; a regression gives each 
 branch is a row of benchmarks/results/policies.jsonl or compare.jsonl. A row that exists is not made
 again, so a command resumes where it was stopped, and more seeds, targets or variants add rows.
 `kinds` prints the weights of the policy `norms-kinds` from the rows of `forks`. `rival` makes the
-missing rows of its schedule, and prints its verdict once they are complete.
+missing rows of its schedule, and prints its verdict once they are complete. `collapse` trains
+uniform recipes from scratch, and prints where FP4 loses much.
 """
 
 from __future__ import annotations
@@ -31,6 +33,7 @@ os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from benchmarks.compare import curve
+from benchmarks.compare.collapse import collapse_report, run_collapse
 from benchmarks.compare.estimated import estimate, estimate_table
 from benchmarks.compare.figure import draw
 from benchmarks.compare.forks import Fit, fit, fork_table, run_forks
@@ -47,6 +50,7 @@ FILES = {
     "forks": "compare.jsonl",
     "kinds": "compare.jsonl",
     "rival": "rival.jsonl",
+    "collapse": "collapse.jsonl",
     "table": "policies.jsonl",
 }
 """Where the rows of a command are."""
@@ -69,6 +73,10 @@ def main() -> None:
         elif options.command == "rival":
             run_rival(store, options)
             print(report(store.rows))
+            return
+        elif options.command == "collapse":
+            run_collapse(store, options)
+            print(collapse_report(store.rows))
             return
     except UsageError as error:
         raise SystemExit(f"error: {error}") from None
@@ -166,7 +174,7 @@ def _arguments() -> argparse.Namespace:
         "--hours",
         type=float,
         default=math.inf,
-        help="of a core that `rival` may use; 0 only prints",
+        help="of a core that `rival` or `collapse` may use; 0 only prints",
     )
     parser.add_argument("--results", type=Path, help="file of the rows")
     parser.add_argument("--checkpoints", type=Path, help="keep warm models of this code here")

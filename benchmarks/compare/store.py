@@ -56,7 +56,7 @@ class ResultStore:
         """Append a row and print it."""
         self.rows.append(append_row(self._path, row))
         shown = " ".join(str(row[k]) for k in KEY if k in row)
-        print(shown if self._blind else f"{shown}: {row['loss']:.4f}", flush=True)
+        print(shown if self._blind else f"{shown}: {row['loss']}", flush=True)
 
 
 def groups(rows: Iterable[dict[str, Any]]) -> dict[tuple[str, ...], list[dict[str, Any]]]:
