@@ -27,6 +27,8 @@ COMMANDS: dict[str, str] = {
     "train": "train a Llama-style GPT with SNIP",
     "plan": "make a plan from a problem file",
     "pareto": "quality loss against efficiency",
+    "score": "judge plans, precision files, policies and rules by what a run measured",
+    "diff": "what changed between two plans, and why",
     "report": "a run as an HTML page",
     "stats": "what a refresh measured, as a table",
     "calibrate": "measure seconds per GEMM and format",

@@ -19,7 +19,7 @@ from megatron_snip.formats import lowest_precision
 from megatron_snip.linears.te.precision_config import PrecisionFile
 from megatron_snip.options import BF16, Option
 from megatron_snip.planning.plan import assigned_plan
-from megatron_snip.planning.problem import read_problem
+from megatron_snip.planning.problem import PlanningProblem, read_problem
 from megatron_snip.planning.stage_layers import StageLayers
 
 EXAMPLES = (
@@ -52,23 +52,10 @@ def run(args: argparse.Namespace) -> int:
     check_output(args.output, (*args.files, args.problem), "plan")
     problem = read_problem(args.problem)
     files = [PrecisionFile(read_yaml(path), f"'{path}'") for path in args.files]
-    known = _common_stage_layers(files) or problem.stage_layers
-    stage_layers = stage_layers_from(args, problem.names, known, problem.num_stages)
-    file_of_stage = _by_stage(files, stage_layers.num_stages)
     base = Option.parse(args.base)
-    places = stage_layers.local_names(problem.names)
-    linears: dict[str, Option] = {}
-    for name, (stage, local) in places.items():
-        linears[name] = file_of_stage[stage].option(local, base, args.sequential_experts)
-    for file in files:
-        unmatched = file.unmatched(
-            local for stage, local in places.values() if file_of_stage[stage] is file
-        )
-        if unmatched:
-            print(
-                f"warning: {file.source}: {len(unmatched)} of {len(file.matchers)} matchers fit no "
-                f"linear of the problem: {listing(unmatched, 3)}"
-            )
+    linears, warnings = recipe_of(files, problem, args, base)
+    for warning in warnings:
+        print(f"warning: {warning}")
     formats: dict[str, None] = {}
     for option in linears.values():
         formats |= dict.fromkeys(option.formats)
@@ -99,6 +86,43 @@ def run(args: argparse.Namespace) -> int:
         )
     print(f"wrote {args.output}")
     return 0
+
+
+def recipe_of(
+    files: Sequence[PrecisionFile],
+    problem: PlanningProblem,
+    args: argparse.Namespace,
+    base: Option,
+) -> tuple[dict[str, Option], list[str]]:
+    """Return what Megatron would give every linear of a problem, and warnings.
+
+    Args:
+        files: one file for all pipeline stages, or one for each.
+        problem: the linears, and perhaps which layers each stage holds.
+        args: the flags of `add_stage_flags`, and `sequential_experts`.
+        base: the option of linears that no file names.
+
+    Raises:
+        UsageError: if the files do not fit the pipeline, or a recipe is no format of a plan.
+    """
+    known = _common_stage_layers(files) or problem.stage_layers
+    stage_layers = stage_layers_from(args, problem.names, known, problem.num_stages)
+    file_of_stage = _by_stage(files, stage_layers.num_stages)
+    places = stage_layers.local_names(problem.names)
+    linears: dict[str, Option] = {}
+    for name, (stage, local) in places.items():
+        linears[name] = file_of_stage[stage].option(local, base, args.sequential_experts)
+    warnings = []
+    for file in files:
+        unmatched = file.unmatched(
+            local for stage, local in places.values() if file_of_stage[stage] is file
+        )
+        if unmatched:
+            warnings.append(
+                f"{file.source}: {len(unmatched)} of {len(file.matchers)} matchers fit no linear "
+                f"of the problem: {listing(unmatched, 3)}"
+            )
+    return linears, warnings
 
 
 def _common_stage_layers(files: Sequence[PrecisionFile]) -> StageLayers | None:

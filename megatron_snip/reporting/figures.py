@@ -302,3 +302,28 @@ def frontier_curve(points: Points, plan: tuple[float, float] | None, lowest: str
     axes.set_xlabel(f"efficiency: share of FLOPs in {lowest}")
     _finish(figure, axes, f"quality loss\n100%: all linears in {lowest}")
     return figure
+
+
+@matplotlib.rc_context(STYLE)
+def recipes_on_frontier(
+    points: Points, recipes: Sequence[tuple[str, float, float]], lowest: str
+) -> Figure:
+    """Draw recipes beside the least quality loss at each efficiency.
+
+    Args:
+        points: (efficiency, quality loss) of SNIP's plans in ascending order.
+        recipes: (name, efficiency, quality loss); names are numbered in the legend.
+        lowest: Names of the formats of the lowest precision.
+    """
+    figure = _new_figure(4.0)
+    axes = figure.subplots()
+    axes.plot(*zip(*points, strict=True), "o-", color=LINE, markersize=3, label="SNIP")
+    for number, (name, efficiency, loss) in enumerate(recipes, start=1):
+        style: dict[str, Any] = {"color": WARNING, "markersize": 6}
+        axes.plot(efficiency, loss, "s", **style, label=f"{number}: {label(name)}")
+        axes.annotate(str(number), (efficiency, loss), (4, 4), textcoords="offset points")
+    axes.set_ylim(bottom=0.0)
+    axes.xaxis.set_major_formatter(PercentFormatter(1.0))
+    axes.set_xlabel(f"efficiency: share of FLOPs in {lowest}")
+    _finish(figure, axes, "quality loss")
+    return figure
