@@ -84,7 +84,8 @@ def changes_between(
         then: the problem of the first plan, or None.
         now: the problem of the second plan, or None.
     """
-    flops = {row.name: row.flops for row in (now or then).linears} if now or then else {}
+    problem = now or then
+    flops = {} if problem is None else {row.name: row.flops for row in problem.linears}
     total = sum(flops.values())
     changed = set(changed_linears(before, after))
     found = []
