@@ -192,8 +192,8 @@ class Job:
 
     def apply(self) -> None:
         """All ranks: get a plan from rank 0, and agree that it is applied."""
-        plan_from_rank_0(self._plan, self.control)
-        self.control.attempt("applying the plan", lambda: None)
+        found = self.control.on_rank_0("planning", lambda: self._plan().to_dict())
+        self.control.gather("applying the plan", lambda: PrecisionPlan.from_dict(found).iteration)
 
     def watched(self) -> None:
         """All ranks: judge an iteration by its loss and gradients."""

@@ -1,7 +1,7 @@
 """All planned linears of this rank: install the overrides, apply a plan, undo."""
 
 from collections import Counter
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property, partial
@@ -164,20 +164,28 @@ class PlannedModel:
         for linear in self.linears:
             linear.option = options[linear.name]
 
-    def apply_together(self, options: Mapping[str, Option]) -> None:
-        """All ranks: `apply`, on every rank or an error on every rank; note what they resolve to.
+    def apply_together(self, read: Callable[[], PrecisionPlan]) -> PrecisionPlan:
+        """All ranks: read a plan and `apply` it, or an error on every rank; return the plan.
+
+        What the linears then run is gathered in the same exchange, for `resolved`.
+
+        Args:
+            read: returns the plan, the same on all ranks.
 
         Raises:
-            RemoteFailure: on every rank, if a linear of one rank refuses. Linears of other ranks
-                may then run the new options.
+            RemoteFailure: on every rank, if one cannot read the plan, or a linear of it refuses.
+                Linears of other ranks may then run the new options.
         """
+        plans: list[PrecisionPlan] = []
 
         def applied() -> list[list[str]]:
-            self.apply(options)
+            plans.append(read())
+            self.apply(plans[0].linears)
             return self._new_rows()
 
         control = self.runtime.topology.control
         self._note_rows(control.gather("applying the plan", applied, may_refuse=False))
+        return plans[0]
 
     def _new_rows(self) -> list[list[str]]:
         """Return what this rank's linears run, of those that were never asked under their option.

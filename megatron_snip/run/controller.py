@@ -14,7 +14,7 @@ If measuring, planning or applying fails on one rank, all ranks keep the current
 and rank 0 warns. A new plan that makes the loss jump or NaN is reverted (guard.py).
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
@@ -424,22 +424,21 @@ class SnipController:
         if pending is None or iteration < pending.apply_at:
             return state
         without = replace(state, solve=None)
-        try:
-            plan, waited_s = self._solver.plan_of(pending, state.plan)
-        except SnipError as failure:
-            self._keep_plan(state, iteration, failure)
-            return after_failed_plan(state, iteration, self.config.interval)
-        if self._schedule.plans_without_statistics:
-            plan = without_objective(plan)  # all quality losses of its problem were 0
-        if state.guard is not None and state.guard.refuses(plan):
-            refused = PlanningError(f"the guard reverted {plan.label} before")
-            self._keep_plan(state, iteration, refused)
-            return without
+
+        def read() -> PrecisionPlan:
+            plan = PrecisionPlan.from_dict(found)
+            # Without statistics all quality losses of its problem were 0.
+            return without_objective(plan) if self._schedule.plans_without_statistics else plan
+
         # This is read first, because `_under` starts the mean of the new plan.
         mean_step_s = self._step_times.mean_s
-        saving_s = self._plans.saving_s(plan, num_microbatches)
         try:
-            after, applied = self._under(without, iteration, plan, waited_s, saving_s)
+            found, waited_s = self._solver.plan_of(pending, state.plan)
+            if state.guard is not None and found["digest"] in state.guard.refused:
+                refused = PlanningError(f"the guard reverted {read().label} before")
+                self._keep_plan(state, iteration, refused)
+                return without
+            after, applied = self._under(without, iteration, read, waited_s, num_microbatches)
         except SnipError as failure:
             self._keep_plan(state, iteration, failure)
             return after_failed_plan(state, iteration, self.config.interval)
@@ -447,7 +446,7 @@ class SnipController:
             guard = state.guard.after_plan_change(state.plan, self.config.guard_sigmas)
             after = replace(after, guard=guard)
         text = applied.summary
-        if saving_s is not None and mean_step_s is not None:
+        if applied.saving_s is not None and mean_step_s is not None:
             text += f", mean step before {1e3 * mean_step_s:.4g} ms"
         self._reporter.log(f"iteration {iteration}: {text}")
         return after
@@ -518,7 +517,7 @@ class SnipController:
         sigmas = self.config.guard_sigmas
         guard = outcome.guard.after_revert(state.plan, plan, iteration, sigmas)
         # A problem that is being solved may have been measured under the reverted plan.
-        after, _ = self._under(without_problem(state), iteration, plan)
+        after, _ = self._under(without_problem(state), iteration, lambda: plan)
         return replace(after, guard=guard)
 
     def _after_refresh(self, state: RunState, iteration: int, refresh: Refresh) -> RunState:
@@ -578,28 +577,31 @@ class SnipController:
         self,
         state: RunState,
         iteration: int,
-        plan: PrecisionPlan,
+        read: Callable[[], PrecisionPlan],
         waited_s: float = 0.0,
-        saving_s: float | None = None,
+        num_microbatches: int | None = None,
     ) -> tuple[RunState, PlanApplied]:
         """All ranks: let the linears run a plan; return the state under it, and what was reported.
 
         Args:
             state: the state under the plan before.
             iteration: the first iteration under the plan.
-            plan: the plan.
+            read: returns the plan, the same on all ranks.
             waited_s: seconds that training waited for it.
-            saving_s: seconds that it saves in each step against BF16; None if not known.
+            num_microbatches: of an iteration, for the saving that is reported; None reports none.
 
         Raises:
-            RemoteFailure: on every rank, if a linear of one rank refuses. Then all linears run as
-                before.
+            RemoteFailure: on every rank, if one cannot read the plan, or a linear of it refuses.
+                Then all linears run as before.
         """
         try:
-            self.model.apply_together(plan.linears)
+            plan = self.model.apply_together(read)
         except RemoteFailure:
             self.model.apply(state.plan.linears)
             raise
+        saving_s = None
+        if num_microbatches is not None:
+            saving_s = self._plans.saving_s(plan, num_microbatches)
         num_changed = len(changed_linears(state.plan, plan))
         applied = self._report_plan(
             iteration, plan, num_changed, waited_s=waited_s, saving_s=saving_s

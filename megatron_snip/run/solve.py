@@ -77,8 +77,10 @@ class Solver:
             log_failure(logger, "giving a problem to the solver", error)
             self._answer = error
 
-    def plan_of(self, pending: PendingProblem, plan: PrecisionPlan) -> tuple[PrecisionPlan, float]:
+    def plan_of(self, pending: PendingProblem, plan: PrecisionPlan) -> tuple[dict[str, Any], float]:
         """All ranks: return rank 0's plan for a problem, and the seconds that training waited.
+
+        The plan is `PrecisionPlan.to_dict`: a rank may fail to read it.
 
         Args:
             pending: the problem; `begin` was called with it, or is called now.
@@ -90,7 +92,7 @@ class Solver:
         begin = time.perf_counter()
         self.begin(pending, plan)
         try:
-            found = plan_from_rank_0(lambda: self._solved(pending.problem), self._control)
+            found = _from_rank_0(lambda: self._solved(pending.problem), self._control)
         except SnipError as error:
             why = f"no plan for the problem of iteration {pending.iteration}: {error}"
             raise PlanningError(why) from None
@@ -139,6 +141,12 @@ def plan_from_rank_0(make: Callable[[], PrecisionPlan], control: Control) -> Pre
         UsageError: on every rank, if `make` raised one or an InfeasiblePlanError.
         RemoteFailure: on every rank, if it raised anything else, or a rank cannot read the plan.
     """
+    found = _from_rank_0(make, control)
+    return control.attempt("reading the plan", lambda: PrecisionPlan.from_dict(found))
+
+
+def _from_rank_0(make: Callable[[], PrecisionPlan], control: Control) -> dict[str, Any]:
+    """All ranks: return the plan that rank 0 makes, as `PrecisionPlan.to_dict`."""
 
     def plan_dict() -> dict[str, Any]:
         try:
@@ -151,5 +159,5 @@ def plan_from_rank_0(make: Callable[[], PrecisionPlan], control: Control) -> Pre
             field = "pins" if pins_conflict else "efficiency_target"
             raise UsageError(str(error), field) from None
 
-    found = control.on_rank_0("planning", plan_dict)
-    return control.attempt("reading the plan", lambda: PrecisionPlan.from_dict(found))
+    found: dict[str, Any] = control.on_rank_0("planning", plan_dict)
+    return found

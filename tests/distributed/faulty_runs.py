@@ -296,7 +296,7 @@ REASONS = {
     "option": "has no option 'fp3'",
     "target": "is below the target 0.5",
     "numbers": "efficiency 1.0 is not that of the assignment",
-    "broadcast": "reading the plan failed on LAST: RuntimeError: a bug",
+    "broadcast": "applying the plan failed on LAST: RuntimeError: a bug",
     "apply": "applying the plan failed on LAST: RuntimeError: a bug",
 }
 

@@ -28,7 +28,7 @@ BY_ITERATION = {3: FULL_DISK, 5: "moments", 7: "measurement", 9: "broadcast", 11
 REASONS = {
     "moments": "reading the optimizer's state failed on rank 1: RuntimeError: a bug",
     "measurement": "measuring failed on rank 1: ",
-    "broadcast": "reading the plan failed on rank 1: RuntimeError: a bug",
+    "broadcast": "applying the plan failed on rank 1: RuntimeError: a bug",
     LATE: "the solver process did not answer within 0.2 s",
     DEAD: "the solver process ended without an answer",
 }

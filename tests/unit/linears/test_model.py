@@ -174,6 +174,8 @@ def test_what_linears_resolved_to_follows_the_plan(make_model: MakeModel) -> Non
     other: Any = SimpleNamespace(name=names[0], option=BF16, recipe="mxfp8")
     weights = (torch.zeros(1), torch.zeros(1).as_subclass(Stored))
     other.backend, other.weights = "te", [SimpleNamespace(data=w, dtype=w.dtype) for w in weights]
+    model = PlannedModel([make_model()], Topology(), seed=0)
+    model.apply(plan.linears)
     model.linears.append(other)  # another rank's or expert's differs
     row = model.resolved(plan, 7)["linears"][0]
     assert (row["recipe"], row["backend"]) == ("megatron / mxfp8", "simulate / te")
