@@ -229,6 +229,7 @@ def available(linears: Sequence[Linear], **settings: Any) -> AvailableOptions:
         runtime=SimpleNamespace(topology=Topology()),
         job=Job({}),
         refusals={},
+        stage_layers=None,
     )
     return available_options(model, SnipConfig(**settings))
 
