@@ -430,7 +430,9 @@ class Control:
         """
         in_time = self._timeout is not None and waited_s < 0.9 * self._timeout.total_seconds()
         deadline = time.monotonic() + (0.0 if in_time else _NOTE_S)
-        prefix = f"snip/lost/{self.traffic.exchanges}"
+        # A rank that gives up ends, so it leaves one note, in whichever exchange it was.
+        assert self.group is not None
+        prefix = f"snip/lost/{self.group.group_name}"
         try:
             store = dist.distributed_c10d._get_default_store()
             store.set(f"{prefix}/{self.rank}", str(rank))
