@@ -20,6 +20,7 @@ from megatron_snip.options import Option
 from megatron_snip.planning.calibration import read_calibration
 from megatron_snip.planning.planner import make_plan
 from megatron_snip.planning.settings import PlanSettings
+from megatron_snip.run.feasibility import with_fixed_linears
 from megatron_snip.topology import Topology
 from tests.models import BATCH, SEQUENCE, assignment, build, losses, planned, ran
 from tests.te_on_cpu import probe
@@ -61,7 +62,8 @@ class Clock:
 def timed(cache: Path | None, **settings: Any) -> tuple[PlannedModel, AvailableOptions]:
     config = SnipConfig(cost="time", **{"formats": ("fp8", "fp4"), **settings})
     model = PlannedModel([build()], Topology(), 0, microbatch_tokens=SEQUENCE * BATCH)
-    return model, timed_options(available_options(model, config), model, config, cache)
+    available = with_fixed_linears(config, model.all_linears, available_options(model, config))
+    return model, timed_options(available, model, config, cache)
 
 
 def test_auto_measures_each_shape_once_and_keeps_the_table(

@@ -300,7 +300,7 @@ def test_a_callback_of_another_loop_says_so(
 
 @pytest.mark.parametrize(
     ("model", "text"),
-    [({"fp16": True}, "--fp16"), ({"modelopt_enabled": True}, "ModelOpt")],
+    [({"fp16": True}, "model.fp16"), ({"modelopt_enabled": True}, "ModelOpt")],
 )
 def test_a_setting_that_cannot_run_ends_before_the_model_is_built(
     bridge: FakeBridge, capsys: pytest.CaptureFixture[str], model: Any, text: str
