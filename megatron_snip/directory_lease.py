@@ -150,9 +150,12 @@ def take_lease(directory: Path, continues: bool = False) -> Lease:
         undo = contextlib.ExitStack()
         undo.callback(_close, descriptor)
         with undo:
-            _lock(descriptor)
-            os.write(descriptor, own.model_dump_json().encode() + b"\n")
-            os.fsync(descriptor)  # other hosts read it
+            _lock(descriptor, path)
+            try:
+                os.write(descriptor, own.model_dump_json().encode() + b"\n")
+                os.fsync(descriptor)  # other hosts read it
+            except OSError as error:  # these calls name no file
+                raise OSError(error.errno, error.strerror, str(path)) from None
             # The server's clock, with which the age of a lease is compared.
             now = os.fstat(descriptor).st_mtime
             while not _publish(temporary, path, own, now, continues):
@@ -187,7 +190,7 @@ def _publish(temporary: Path, path: Path, own: Holder, now: float, continues: bo
         is_newer = holder is not None and own.follows(holder)
         try:
             # Of several jobs that find an ended one, one gets this lock and the others end here.
-            knows = _lock(former)
+            knows = _lock(former, path)
         except BlockingIOError:
             if not is_newer:
                 raise _in_use(path, _name(holder)) from None
@@ -236,8 +239,8 @@ def _read(path: Path) -> str | None:
         os.close(descriptor)
 
 
-def _lock(descriptor: int) -> bool:
-    """Lock a file; return False if the file system has no locks.
+def _lock(descriptor: int, path: Path) -> bool:
+    """Lock a file, which errors call `path`; return False if the file system has no locks.
 
     Raises:
         BlockingIOError: if another process holds it.
@@ -248,7 +251,7 @@ def _lock(descriptor: int) -> bool:
         if error.errno in (errno.EACCES, errno.EAGAIN):
             raise BlockingIOError(error.errno, error.strerror) from None
         if error.errno not in _CANNOT_LOCK:
-            raise
+            raise OSError(error.errno, error.strerror, str(path)) from None
         return False
     return True
 

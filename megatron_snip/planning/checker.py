@@ -66,6 +66,8 @@ def find_violations(
     faults: list[str] = []
     if plan.digest != assignment_digest(plan.linears):
         faults.append("the digest does not match the assignment")
+    if plan.stage_layers != problem.stage_layers:
+        faults.append("the layers of the stages are not the problem's")
     for tied in problem.ties:
         if len({plan.linears[name] for name in tied}) > 1:
             faults.append(f"{', '.join(tied)} are tied and have different options")

@@ -61,8 +61,7 @@ def test_a_resumed_job_leaves_the_files_of_another_run(lab: Lab) -> None:
     folder = killed(lab, "one", "--seed", "7")
     other = killed(lab, "one", "--seed", "6") / "snip"
     before = {path.relative_to(other): path.read_bytes() for path in other.rglob("*.json*")}
-    flags = ("--seed", "7", "--snip-output-dir", str(other))
-    again = resumed(lab, "one", folder, *flags)
+    again = resumed(lab, "one", folder, "--seed", "7", *saving(other.parent, at=100))
     again.finished()
     assert applied_plans(again) == [9]
     archive = other / "previous-1"

@@ -313,6 +313,6 @@ def test_a_failed_lock_is_an_error_and_leaves_no_file(
     number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(fcntl, "flock", Mock(side_effect=OSError(number, "no lock")))
-    with pytest.raises(OSError, match="no lock"):
+    with pytest.raises(OSError, match=rf"no lock: .*{LOCK}'"):
         take_lease(tmp_path)
     assert not list(tmp_path.iterdir())
