@@ -106,7 +106,7 @@ def config_of(*words: str, **megatron: Any) -> SnipConfig:
     ("words", "line"),
     [
         ("--snip-efficiency-target 2", "--snip-efficiency-target: .*got '2'"),
-        ("--snip-interval 2 --snip-lag 2", "--snip-lag: got 2; lag plus"),
+        ("--snip-interval 2 --snip-lag 2", "--snip-lag: got 2, must be below"),
         ("--snip-formats fp8,fpp4", "--snip-formats: unknown format 'fpp4'.*mean 'fp4'"),
         ("--snip-eval-precision bf1", "--snip-eval-precision: .*did you mean 'bf16'"),
         ("--snip-config none.yaml", "--snip-config: 'none.yaml': cannot read"),
