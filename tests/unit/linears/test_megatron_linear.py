@@ -83,7 +83,7 @@ def test_an_observer_sees_what_the_plan_runs() -> None:
         assert torch.equal(module(x), simulated(module, x) + 1)
     ((args, kwargs),) = observer.observe.call_args_list
     assert args[0] is PLACEMENT and args[1] is x and args[2] is module.weight
-    assert kwargs == {"input_is_split": False, "delayed_scales": None}
+    assert kwargs == {"input_is_split": False}
 
 
 @pytest.mark.parametrize(

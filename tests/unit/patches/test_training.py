@@ -106,8 +106,7 @@ def test_the_state_is_saved_under_one_key(fake: Any, session: Session, ckpt_form
     session.controller = Mock()
     session.controller.state().to_dict.return_value = STATE
     assert save(fake, ckpt_format) == {"model": "model", "snip": STATE}
-    # In the format torch some ranks write no file, so the state must not need all of them.
-    session.controller.state.assert_called_with(3, ckpt_format != "torch")
+    session.controller.state.assert_called_with(3)
 
 
 def test_a_failure_does_not_cost_the_checkpoint(
