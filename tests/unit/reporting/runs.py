@@ -74,7 +74,8 @@ def measurement_at(shape: Shape, iteration: int) -> Measurement:
         stage = layer * shape.stages // shape.layers
         flops = float(WIDTHS[kind % len(WIDTHS)]) * 6e3
         formats = {f: FormatStatistics(fisher=weight) for f in c.named_formats}
-        raw.append(LinearStatistics(name, stage, 64, 64, flops, 1.0, 128.0, formats=formats))
+        seen = {"microbatches": 1.0, "tokens": 128.0}
+        raw.append(LinearStatistics(name, stage, 64, 64, flops, **seen, formats=formats))
         rows[name] = options
     statistics = StatisticsTable(iteration, 4.0, tuple(raw))
     table = DivergenceTable(statistics, c.lowest_format, rows)
