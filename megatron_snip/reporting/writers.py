@@ -227,8 +227,14 @@ class WandbWriter(_Dashboard):
         """Leave the run to its maker."""
 
 
-def start_wandb(project: str, directory: Path, config: Mapping[str, Any]) -> Any:
+def start_wandb(project: str, directory: Path, config: Mapping[str, Any], run_id: str = "") -> Any:
     """Start a W&B run, offline unless WANDB_MODE says otherwise; return the module `wandb`.
+
+    Args:
+        project: name of the project.
+        directory: W&B's files go to a folder in it.
+        config: settings to show with the run.
+        run_id: the W&B run to continue; empty for a new one. Offline, `wandb sync` joins the two.
 
     Raises:
         UsageError: if wandb is not installed or cannot start.
@@ -242,7 +248,15 @@ def start_wandb(project: str, directory: Path, config: Mapping[str, Any]) -> Any
     mode: Any = os.environ.get("WANDB_MODE", "offline")
     try:
         quiet = wandb.Settings(silent=True)
-        wandb.init(project=project, dir=directory, config=dict(config), mode=mode, settings=quiet)
+        wandb.init(
+            project=project,
+            dir=directory,
+            config=dict(config),
+            mode=mode,
+            id=run_id or None,
+            resume="allow" if run_id else None,
+            settings=quiet,
+        )
     except (wandb.errors.Error, ValueError) as error:
         raise UsageError(f"wandb cannot start (WANDB_MODE is '{mode}'): {error}") from None
     return wandb

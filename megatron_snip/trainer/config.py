@@ -180,9 +180,8 @@ class OutputFields(Section):
     """Output files and checkpoints."""
 
     save: Path | None = None
-    """Folder for checkpoints: every save_interval iterations, at the end, and on SIGTERM, SIGINT,
-    SIGHUP or SIGUSR1, which then end the run after the iteration in progress (a second SIGINT at
-    once)."""
+    """Folder for checkpoints: every save_interval iterations, at the end, and on SIGTERM, SIGINT or
+    SIGHUP (of a rank also SIGUSR1), which then end the run after the iteration in progress."""
 
     save_interval: Millions | None = None
     """Iterations between checkpoints; by default only at the end and on a signal."""
@@ -191,15 +190,9 @@ class OutputFields(Section):
     """Folder of checkpoints to resume from. If it is also the save folder it may be empty: then one
     command starts and resumes a run. Load only checkpoints that you trust: loading can run code."""
 
-    ckpt_step: Millions | None = None
-    """Load the checkpoint of this iteration instead of the latest."""
-
     run_dir: Path = Path("runs/train")
     """Directory of the run's files and of its data. A run that resumes from its own checkpoint
     continues its files there."""
-
-    tensorboard_dir: Path | None = None
-    """Write TensorBoard files to this directory."""
 
     wandb_project: str | None = None
     """Log to this Weights & Biases project (offline unless WANDB_MODE is set)."""

@@ -16,7 +16,6 @@ import os
 import sysconfig
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Protocol
@@ -83,7 +82,16 @@ def build_datasets(config: TrainConfig, control: Control) -> Datasets:
         SnipError: on every rank, if the data cannot be prepared.
     """
     folder = (config.run_dir / "data").resolve()
-    prepare = partial(prepare_corpus, folder, config.max_corpus_bytes)
+    # Megatron's indices of samples. Two runs that share a folder could read each other's.
+    indices = config.run_dir / "data_index"
+
+    def prepare() -> dict[str, Any]:
+        # Megatron takes an index that is there without a look at it. One of a run that a full disk
+        # or a kill ended may be empty or half written, so every run makes its own.
+        for stale in indices.glob("*-GPTDataset-*"):
+            stale.unlink()
+        return prepare_corpus(folder, config.max_corpus_bytes)
+
     source = control.on_rank_0("preparing the built-in text", prepare)
     tokenizer = SimpleNamespace(  # the data are token ids already
         vocab_size=BYTE_VOCABULARY,
@@ -96,8 +104,7 @@ def build_datasets(config: TrainConfig, control: Control) -> Datasets:
     settings = GPTDatasetConfig(
         random_seed=config.seed,
         sequence_length=config.seq_length,
-        # Two runs that share a folder could read each other's incomplete indices.
-        path_to_cache=str(config.run_dir / "data_index"),
+        path_to_cache=str(indices),
         tokenizer=tokenizer,
         reset_position_ids=False,
         reset_attention_mask=False,

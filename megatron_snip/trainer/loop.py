@@ -15,7 +15,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import FrameType
 from typing import Any
 
@@ -31,7 +31,6 @@ from megatron_snip.run.controller import SnipController
 from megatron_snip.run.step import ForwardBackward, Results, run_once, zero_gradients
 from megatron_snip.trainer.checkpoint import STOP_SIGNALS, Progress
 from megatron_snip.trainer.data import Datasets, Samples, iteration_batches
-from megatron_snip.trainer.launch import without_nohup
 from megatron_snip.trainer.model import LOSS, TrainingState
 
 
@@ -67,7 +66,7 @@ TrainingHook = SnipController | PlainTraining
 
 @contextmanager
 def stop_requests(control: Control) -> Iterator[Callable[[], str | None]]:
-    """Within: a stop signal ends the run after the iteration; a second SIGINT ends it at once.
+    """Within: a stop signal ends the run after the iteration.
 
     Schedulers send a signal some time before the job ends. One rank or all may get it, and at
     different moments, so the ranks agree after every iteration.
@@ -82,8 +81,6 @@ def stop_requests(control: Control) -> Iterator[Callable[[], str | None]]:
 
     def receive(number: int, frame: FrameType | None) -> None:
         nonlocal received
-        if number == received == signal.SIGINT:
-            raise KeyboardInterrupt
         received = number
 
     def agreed() -> str | None:
@@ -92,7 +89,9 @@ def stop_requests(control: Control) -> Iterator[Callable[[], str | None]]:
         number = int(largest.item())
         return signal.Signals(number).name if number else None
 
-    handled = without_nohup(STOP_SIGNALS)
+    handled = set(STOP_SIGNALS)
+    if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:  # by `nohup`
+        handled.remove(signal.SIGHUP)
     previous = {number: signal.signal(number, receive) for number in handled}
     try:
         yield agreed
@@ -127,7 +126,7 @@ def train(
     state: TrainingState,
     datasets: Datasets,
     hook: TrainingHook,
-    start: Progress | None = None,
+    start: Progress,
     save: Callable[[Progress], None] | None = None,
     stop: Callable[[], str | None] = lambda: None,
 ) -> TrainingResult:
@@ -141,7 +140,7 @@ def train(
         state: Model, optimizer, scheduler and settings.
         datasets: Training and validation samples.
         hook: SNIP's controller or `PlainTraining`.
-        start: The progress to resume from; model, optimizer and scheduler are loaded already.
+        start: Where to begin; model, optimizer and scheduler are loaded already.
         save: Saves a checkpoint; all ranks call it. None never saves.
         stop: Returns why the run ends after this iteration, or None; all ranks call it.
 
@@ -151,11 +150,10 @@ def train(
     """
     begin = time.perf_counter()
     config = state.config
-    if start is None:
-        loss = evaluate(state, datasets.valid, hook)
-        start = Progress(0, loss, loss)
     first = start.first_validation_loss
     validation = start.validation_loss
+    if start.iteration == 0:
+        first = validation = evaluate(state, datasets.valid, hook)
     metrics: dict[str, Any] = {"loss": math.nan}
     iteration = start.iteration
     stopped = None
@@ -173,7 +171,15 @@ def train(
         stopped = stop()
         is_due = config.save_interval is not None and iteration % config.save_interval == 0
         if save is not None and (is_due or is_last or stopped is not None):
-            save(Progress(iteration, first, validation, hook.state(iteration)))
+            snip = hook.state(iteration)
+            progress = replace(
+                start,
+                iteration=iteration,
+                first_validation_loss=first,
+                validation_loss=validation,
+                snip=None if snip is None else snip.to_dict(),
+            )
+            save(progress)
         if is_last:  # a signal in the last iteration stops nothing
             stopped = None
     return TrainingResult(

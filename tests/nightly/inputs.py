@@ -2,10 +2,10 @@
 
     python -m pytest tests/nightly/inputs.py
 
-The files are those that a small run of `megatron-snip train` writes, its checkpoint's run.json, the
-exports of its plan, and SNIP's state in a checkpoint. Each is changed by
-`tests/hostile/mutations.py`, which knows its structure, and read by the commands that a user would
-give it to. An answer takes at most `CPU_S` of CPU more than that to the good file.
+The files are those that a small run of `megatron-snip train` writes, the exports of its plan, and
+SNIP's state in a checkpoint. Each is changed by `tests/hostile/mutations.py`, which knows its
+structure, and read by the commands that a user would give it to. An answer takes at most `CPU_S` of
+CPU more than that to the good file.
 """
 
 import io
@@ -66,15 +66,14 @@ COMMANDS: dict[str, tuple[str, ...]] = {
         "plan {run}/problems/11.json --previous {file} --change-penalty 0.1",
     ),
     "precision.yaml": ("import {file} --problem {run}/problems/11.json --output {new}",),
-    "save/iter_0000016/run.json": ("train {same} --load {save} --save {save} --train-iters 20",),
 }
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with `run`, `save` and `precision.yaml`."""
+    """A folder with `run` and `precision.yaml`."""
     folder = tmp_path_factory.mktemp("inputs")
-    words = command(folder / "run", **SETTINGS, save=str(folder / "save"))
+    words = command(folder / "run", **SETTINGS)
     done = run_command(words, folder)
     assert done.returncode == 0, done.stderr
     export = "export {}/run/plans/11.json --capability 10.0 --nearest --output {}/precision.yaml"
@@ -101,10 +100,10 @@ def test_an_answer_is_one_line_or_success(
 ) -> None:
     path = folder / name
     good = path.read_bytes()
-    places = {"run": folder / "run", "save": folder / "save", "file": path}
+    places = {"run": folder / "run", "file": path}
     places |= {"yaml": folder / "precision.yaml", "new": tmp_path / "new"}
     out = f"--problem {path} --output {tmp_path / 'new'}"
-    line = words.format(**places, out=out, same=f"--config {folder / 'settings.yaml'}").split()
+    line = words.format(**places, out=out).split()
     value = document(name, good)
 
     @settings(

@@ -1,13 +1,13 @@
-"""What happens to a job under faults; writes the tables of docs/reliability.md.
+"""What happens to a job under faults; writes the table of docs/reliability.md.
 
     python -m tests.nightly.reliability [--only WORD] [--write]
 
-Each case starts a job of two ranks on this machine, under `megatron-snip train` or under Megatron's
-own `pretrain` (`python -m megatron_snip`, in .venv-megatron), injects a fault and records the exit
-status, the seconds until the job ended, processes that are left, and the last line that it printed.
-Then the same command loads the checkpoint that was left and trains on. Exit status 1 if a process
-is left or a job did not end. Full disks are small file systems in memory and a read-only
-installation is a mount, which only root may make.
+Each case starts a job of two ranks on this machine, Megatron's own `pretrain` under
+`python -m megatron_snip` (in .venv-megatron), and injects a fault. It records the exit status, the
+seconds until the job ended, processes that are left, and the last line that the job printed. Then
+the same command loads the checkpoint that was left and trains on. Exit status 1 if a process is
+left or a job did not end. Full disks are small file systems in memory and a read-only installation
+is a mount, which only root may make.
 """
 
 import argparse
@@ -33,9 +33,6 @@ from tests.megatron.lab import MODEL
 PAGE = ROOT / "docs" / "reliability.md"
 PATIENCE_S = 1500.0
 SNIP = "--snip-interval 4 --snip-start-step 11 --snip-lag 2 --snip-efficiency-target 0.5"
-TRAIN = f"""train --config configs/demo.yaml --train-iters 400 --lr-warmup-iters 2 --eval-iters 0
-    --num-layers 2 --hidden-size 128 --ffn-hidden-size 256 --seq-length 64 --global-batch-size 4
-    --micro-batch-size 2 --tensor-model-parallel-size 2 {SNIP}"""
 PRETRAIN = f"""{MODEL} --num-layers 2 --train-iters 400 --eval-interval 1000 --eval-iters 0
     --tensor-model-parallel-size 2 --snip --snip-formats fp8,fp4 {SNIP}"""
 
@@ -43,16 +40,13 @@ PRETRAIN = f"""{MODEL} --num-layers 2 --train-iters 400 --eval-interval 1000 --e
 class Job:
     """A running job of two ranks, with a folder of its own and its output in a file there."""
 
-    def __init__(self, kind: str, folder: Path, more: str = "", prefix: str = "") -> None:
-        """Start it: `kind` is train or pretrain, `more` are flags, `prefix` is shell text."""
+    def __init__(self, folder: Path, more: str = "", prefix: str = "") -> None:
+        """Start it: `more` are flags, `prefix` is shell text."""
         self.folder, self.log = folder, folder / "log"
-        if kind == "train":
-            words = f"{sys.executable} -W ignore -m megatron_snip {TRAIN} --run-dir {folder}/run"
-        else:
-            python = ROOT / ".venv-megatron" / "bin" / "python"
-            words = f"{python} -W ignore -m torch.distributed.run --nproc-per-node 2"
-            words += f" --master-port {free_port()} -m megatron_snip --cpu"
-            words += f" tests/megatron/pretrain_tiny.py {PRETRAIN} --snip-output-dir {folder}/run"
+        python = ROOT / ".venv-megatron" / "bin" / "python"
+        words = f"{python} -W ignore -m torch.distributed.run --nproc-per-node 2"
+        words += f" --master-port {free_port()} -m megatron_snip --cpu"
+        words += f" tests/megatron/pretrain_tiny.py {PRETRAIN} --snip-output-dir {folder}/run"
         words += f" --save {folder}/save --save-interval 8"
         (folder / "save").mkdir(exist_ok=True)
         environment = {**os.environ, **RANK_ENVIRONMENT}
@@ -147,19 +141,11 @@ class Case:
     fault: Fault
     at: int = 14  # after this iteration
     prefix: str = ""  # shell text before the command
-    more: str = ""  # flags; {folder} is the job's
+    more: str = ""  # flags
     needs_root: bool = False
     small: tuple[str, ...] = ()  # folders of the job that share a small file system
     damage: Callable[[Path], object] | None = None  # of the checkpoint, before it is loaded
     goes_on: bool = False  # the job must train on; SIGTERM ends it at iteration 24
-    kinds: tuple[str, ...] = ("train", "pretrain")
-
-
-TITLES = {
-    "train": "`megatron-snip train`",
-    "pretrain": "Megatron's `pretrain` under `-m megatron_snip`",
-}
-"""Kind of job -> its heading."""
 
 
 def _terminate_in_save(job: Job) -> None:
@@ -260,24 +246,11 @@ CASES = (
     Case("SNIP's folders cannot be written", _block_folders, goes_on=True),
     Case("SNIP's directory is deleted", _delete_run, goes_on=True),
     Case("disk full: SNIP's folder", _fill("run"), small=("run",), goes_on=True),
-    Case(
-        "disk full: SNIP's folder, TensorBoard and W&B",
-        _fill("run"),
-        small=("run",),
-        more="--tensorboard-dir {folder}/run/board --wandb-project reliability",
-        goes_on=True,
-        kinds=("train",),
-    ),
     Case("disk full: checkpoints", _fill("save"), small=("save",)),
     Case("disk full: SNIP's folder and checkpoints", _fill("save"), small=("run", "save")),
     Case("checkpoint: a bit flipped", _terminate, damage=flip_a_bit),
     Case("checkpoint: a file cut short", _terminate, damage=truncate),
-    Case(
-        "checkpoint: bad entry `snip`",
-        _terminate,
-        prefix="export TINY_BAD_STATE=2;",
-        kinds=("pretrain",),
-    ),
+    Case("checkpoint: bad entry `snip`", _terminate, prefix="export TINY_BAD_STATE=2;"),
     Case("`ulimit -n 64`", _nothing, prefix="ulimit -n 64;", goes_on=True),
     Case(
         "a read-only installation, no home, no rights",
@@ -290,7 +263,7 @@ CASES = (
 )
 
 
-def run(case: Case, kind: str) -> tuple[str, ...]:
+def run(case: Case) -> tuple[str, ...]:
     with (
         tempfile.TemporaryDirectory(prefix="reliability-") as name,
         contextlib.ExitStack() as stack,
@@ -300,7 +273,7 @@ def run(case: Case, kind: str) -> tuple[str, ...]:
             return (case.name, "not tried: only root may mount", "", "0", "", "")
         if case.small and not _share_small_disk(folder, case.small, stack):
             return (case.name, "not tried: only root may mount", "", "0", "", "")
-        job = Job(kind, folder, case.more.format(folder=folder), case.prefix)
+        job = Job(folder, case.more, case.prefix)
         job.wait_for_iteration(case.at)
         started = bool(job.ranks())
         if started:
@@ -314,14 +287,14 @@ def run(case: Case, kind: str) -> tuple[str, ...]:
         shown = _last_line(job.text)
         (folder / "save" / "filler").unlink(missing_ok=True)
         (folder / "run" / "filler").unlink(missing_ok=True)
-        resumed, more_left = _resume(case, kind, folder)
+        resumed, more_left = _resume(case, folder)
     ended = "did not end" if status is None else str(status)
     if not started:
         ended = f"did not start: {ended}"
     elif case.goes_on:
         ended = f"trained on; {ended}"
     row = (case.name, ended, f"{seconds:.0f}", str(left + more_left), shown, resumed)
-    print(f"{kind:9}", " | ".join(row), flush=True)
+    print(" | ".join(row), flush=True)
     return row
 
 
@@ -342,7 +315,7 @@ def _share_small_disk(folder: Path, names: tuple[str, ...], stack: contextlib.Ex
     return True
 
 
-def _resume(case: Case, kind: str, folder: Path) -> tuple[str, int]:
+def _resume(case: Case, folder: Path) -> tuple[str, int]:
     """Load what was saved; return what came of it, and how many processes were left."""
     saved = sorted(p.name for p in (folder / "save").glob("iter_*"))
     if not saved:
@@ -352,8 +325,7 @@ def _resume(case: Case, kind: str, folder: Path) -> tuple[str, int]:
     shutil.rmtree(folder / "run" / "plans", ignore_errors=True)
     (folder / "second").mkdir()
     end = max(28, int(saved[-1].removeprefix("iter_")) + 4)
-    flag = f"--train-iters {end}" if kind == "train" else f"--exit-interval {end}"
-    job = Job(kind, folder / "second", f"--load {folder}/save {flag}")
+    job = Job(folder / "second", f"--load {folder}/save --exit-interval {end}")
     status, left = job.end()
     if status == 0 and job.last_logged() == end:
         notice = [line for line in job.text.splitlines() if "snip: " in line and "not" in line]
@@ -377,9 +349,9 @@ def _short(line: str) -> str:
     return line.strip().replace("|", "/").replace("`", "'")[:160]
 
 
-def write_row(kind: str, row: tuple[str, ...]) -> None:
+def write_row(row: tuple[str, ...]) -> None:
     """Put a case's row into the page: in place of its last one, or at the end of the table."""
-    title = f"## {TITLES[kind]}\n"
+    title = "## What happened\n"
     before, _, section = PAGE.read_text().partition(title)
     table, end, after = section.partition("\n## ")
     lines = table.rstrip().split("\n")
@@ -391,17 +363,16 @@ def write_row(kind: str, row: tuple[str, ...]) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--only", default="", help="cases whose kind or name holds this text")
+    parser.add_argument("--only", default="", help="cases whose name holds this text")
     parser.add_argument("--write", action="store_true", help=f"write {PAGE.name}")
     args = parser.parse_args()
     bad = False
-    for kind in TITLES:
-        for case in CASES:
-            if kind in case.kinds and args.only in f"{kind} {case.name}":
-                row = run(case, kind)
-                bad |= "did not end" in row[1] or row[3] != "0"
-                if args.write:
-                    write_row(kind, row)
+    for case in CASES:
+        if args.only in case.name:
+            row = run(case)
+            bad |= "did not end" in row[1] or row[3] != "0"
+            if args.write:
+                write_row(row)
     return int(bad)
 
 

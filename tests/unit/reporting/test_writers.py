@@ -134,6 +134,17 @@ def test_wandb_that_cannot_start_is_one_line(
         start_wandb("p", tmp_path, {})
 
 
+@pytest.mark.parametrize(("run_id", "resume"), [("", None), ("abc", "allow")])
+def test_a_resumed_run_continues_its_wandb_run(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, run_id: str, resume: str | None
+) -> None:
+    started = MagicMock()
+    monkeypatch.setattr("wandb.init", started)
+    start_wandb("p", tmp_path, {}, run_id)
+    assert started.call_args.kwargs["id"] == (run_id or None)
+    assert started.call_args.kwargs["resume"] == resume
+
+
 def fake_wandb(step: int = 0) -> Any:
     """W&B with a run whose rows can be read; `step` is that of the last row."""
     run = MagicMock(step=step, id="abc", rows={})
