@@ -10,6 +10,8 @@ VENV ?= .venv
 LOCK := requirements/lock.txt
 # The part of it that a run and its report import: all that `make demo` waits for.
 RUN_LOCK := requirements/run.txt
+# torch's entry in it. To unpack torch takes as long as all the others, so both are done at once.
+TORCH_ENTRY := /^torch==/,/[^\\]$$/
 TORCH_CPU := requirements/torch-cpu.txt
 TORCH_CUDA := requirements/torch-cuda.txt
 # Transformer Engine's Python, for the tests: in folders beside site-packages, where Megatron would
@@ -75,12 +77,15 @@ $(RUN_STAMP):
 	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' || \
 	  { echo "megatron-core has wheels for Python 3.11 to 3.13; got $$($(PYTHON) --version). Set PYTHON=..."; exit 1; }
 	@echo "installing what a run needs into $(VENV): 1.1 GB, some minutes"
-	$(PYTHON) -m venv $(VENV)
-	@$(INSTALL_LOCKED) $(TORCH_CPU) --extra-index-url $(TORCH_INDEX) --retries 1 || \
-	  echo "could not install torch for the CPU alone; taking PyPI's"
-	$(INSTALL_LOCKED) $(RUN_LOCK)
-	@if $(WANTS_CUDA); then $(INSTALL_LOCKED) $(TORCH_CUDA); fi
-	$(PIP) install -q --no-deps --no-build-isolation -e .
+	@$(PYTHON) -m venv $(VENV); echo "  $$SECONDS s: made $(VENV)"; \
+	{ $(INSTALL_LOCKED) $(TORCH_CPU) --extra-index-url $(TORCH_INDEX) --retries 1 || \
+	  { echo "could not install torch for the CPU alone; taking PyPI's"; \
+	    $(INSTALL_LOCKED) <(sed -n '$(TORCH_ENTRY)p' $(RUN_LOCK)); }; \
+	  if $(WANTS_CUDA); then $(INSTALL_LOCKED) $(TORCH_CUDA); fi; echo "  $$SECONDS s: torch is there"; } & \
+	torch=$$!; \
+	$(INSTALL_LOCKED) <(sed '$(TORCH_ENTRY)d' $(RUN_LOCK)); echo "  $$SECONDS s: the other packages are there"; \
+	$(PIP) install -q --no-deps --no-build-isolation -e .; wait $$torch; \
+	echo "  $$SECONDS s: installed"
 	@rm -f $(VENV)/.installed-*
 	@touch $@
 
@@ -98,8 +103,10 @@ $(STAMP): $(RUN_STAMP)
 demo: export PYTHONDONTWRITEBYTECODE =
 demo: export CUDA_VISIBLE_DEVICES =
 demo: $(RUN_STAMP)  ## train a small Llama with SNIP on two ranks and show what it did
-	$(BIN)/megatron-snip train --config configs/demo.yaml --run-dir "$(RUN_DIR)" --overwrite $(DEMO_ARGS)
-	@echo "the report, for a browser: $$($(BIN)/megatron-snip report "$(RUN_DIR)")"
+	@$(BIN)/megatron-snip train --config configs/demo.yaml --run-dir "$(RUN_DIR)" --overwrite $(DEMO_ARGS); \
+	trained=$$SECONDS; \
+	echo "the report, for a browser: $$($(BIN)/megatron-snip report "$(RUN_DIR)")"; \
+	echo "seconds: $$trained for the run with its start, $$((SECONDS - trained)) for the report"
 	@echo "to use megatron-snip in this shell: source $(BIN)/activate"
 
 .PHONY: test

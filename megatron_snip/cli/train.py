@@ -97,7 +97,7 @@ def launch(words: Sequence[str], num_ranks: int) -> int:
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     # A rank prints why it fails. What the launcher logs says only that it did.
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    logging.disable()
     with tempfile.TemporaryDirectory(prefix="megatron-snip-") as logs:
         config = LaunchConfig(
             min_nodes=1,
@@ -106,6 +106,7 @@ def launch(words: Sequence[str], num_ranks: int) -> int:
             run_id="train",
             rdzv_backend="c10d",
             rdzv_endpoint="localhost:0",
+            local_addr="localhost",  # else the ranks meet at the host's name, which may not resolve
             max_restarts=0,
             logs_specs=DefaultLogsSpecs(log_dir=logs),
         )
