@@ -353,7 +353,7 @@ class SnipController:
             stopped: the state of the stopped run; None for a new run.
             first: the plan that the run starts with.
         """
-        self.model.apply(self.plan.linears)
+        self.model.apply_together(lambda: self.plan)
         change = first_change(self._state, stopped, self._plans, self._schedule)
         if change is not None:
             num_changed, is_resumed = change

@@ -14,7 +14,9 @@ SNIP: dict[str, Any] = {"interval": 100, "start_step": 3, "lag": 2, "efficiency_
 EXPERTS: dict[str, Any] = {"num_experts": 4, **EP2}
 ITERATIONS = {"ordinary": 2, "measured": 3, "applied": 5, "watched": 6}
 """Under SNIP above."""
-MOST = {"start": 6, "ordinary": 1, "measured": 3, "applied": 3, "watched": 1}
+# A job of Megatron makes two more at its start: for settings, and for its files. An iteration has
+# one for the loss; one that is measured or watched makes it together with others.
+MOST = {"start": 4, "ordinary": 1, "measured": 3, "applied": 3, "watched": 1}
 
 
 @pytest.mark.parametrize("model", [PP2, EXPERTS], ids=["stages", "experts"])
