@@ -44,9 +44,15 @@ def test_when_a_rank_is_killed_every_other_rank_ends_and_names_it(kind: str) -> 
 
 @pytest.mark.parametrize("victim", [0, 4, 7])
 def test_whichever_rank_is_killed(victim: int) -> None:
-    """The first one, one with others below it, the last one; nothing was exchanged before."""
-    for rank, ended in enumerate(run("gather", "killed", victim, exchanged_before=False)):
+    """The first one, one with others below it, the last one."""
+    for rank, ended in enumerate(run("gather", "killed", victim)):
         assert rank == victim or ended["lost"].startswith(f"rank {victim} "), ended
+
+
+@pytest.mark.slow
+def test_a_rank_that_was_killed_before_anything_was_exchanged_ends_the_others() -> None:
+    """Which one it was is not known then: ranks beside it try to connect for a while."""
+    assert all(ended["lost"] for ended in run("gather", "killed", 4, exchanged_before=False))
 
 
 @pytest.mark.parametrize("kind", cases(["vote"], ["sum", "gather", "from the last rank"]))
