@@ -7,7 +7,8 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from megatron_snip.cli.common import integer
@@ -96,9 +97,7 @@ def launch(words: Sequence[str], num_ranks: int) -> int:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    # A rank prints why it fails. What the launcher logs says only that it did.
-    logging.disable()
-    with tempfile.TemporaryDirectory(prefix="megatron-snip-") as logs:
+    with tempfile.TemporaryDirectory(prefix="megatron-snip-") as logs, _no_logs():
         config = LaunchConfig(
             min_nodes=1,
             max_nodes=1,
@@ -123,6 +122,16 @@ def launch(words: Sequence[str], num_ranks: int) -> int:
             print(f"megatron-snip: ended by {error.sigval.name}", file=sys.stderr)
             return 128 + int(error.sigval)
     return 0
+
+
+@contextmanager
+def _no_logs() -> Iterator[None]:
+    """Log nothing: a rank prints why it fails, and the launcher would log only that it did."""
+    logging.disable()
+    try:
+        yield
+    finally:
+        logging.disable(logging.NOTSET)
 
 
 def default_num_ranks(config: TrainConfig) -> int:

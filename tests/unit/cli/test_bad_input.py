@@ -69,7 +69,6 @@ BAD = {
         ("--config nul.yaml", "a path cannot have a NUL in it"),
         ("--save ''", "save: the path is empty"),
         ("--snip-plan-file ''", "plan_file: the path is empty"),
-        ("--snip --snip-backend te", "use --snip-backend simulate"),
         ("--snip-formats fp8 fp4", "unrecognized arguments: fp4; see 'megatron-snip train"),
     ],
     "plan problem.json": [

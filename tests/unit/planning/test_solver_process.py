@@ -168,7 +168,7 @@ def test_a_wrong_plan_brings_a_new_process() -> None:
         assert not first.is_running()
         right = Solver(PlanSettings(), Control(), process)  # without the pin it is a plan
         plan, _ = right.plan_of(PendingProblem(4, 5, PROBLEM), current)
-        assert options_of(plan) == ["fp4"] * 3
+        assert options_of(PrecisionPlan.from_dict(plan)) == ["fp4"] * 3
 
 
 def test_a_problem_that_is_asked_twice_is_solved_once() -> None:

@@ -126,6 +126,7 @@ BAD = [
     ("--recompute-granularity full", "Megatron refuses .*recompute_method must be"),
     ("--expert-model-parallel-size 2", "Megatron refuses .*num_moe_experts must be"),
     ("--save-interval 5", "save_interval needs save"),
+    ("--snip --snip-backend te", "use --snip-backend simulate"),
     ("--load none", "load 'none' holds no checkpoint"),
     ("--load dense --hidden-size 512", "of another model: hidden_size 256 -> 512"),
     ("--save dense", "of another run, up to iteration 20; resume .*--load"),
