@@ -18,6 +18,8 @@ FLIPPED_SHARE = 0.04
 statistic and up to three divergences; which elements do depends on the CPU."""
 SIGNED = "first"
 """A sum of terms of both signs: what is left of it is compared with the size of the terms."""
+PLACE = ("stage", "chunk", "layer_in_chunk")
+"""Where a linear is: in another layout it is elsewhere."""
 
 
 def check_agreement(result: dict[str, Any], wanted: dict[str, Any]) -> None:
@@ -34,7 +36,7 @@ def check_agreement(result: dict[str, Any], wanted: dict[str, Any]) -> None:
             (name, key): error_of(key, found["linears"][name][key], row)
             for name, row in expected["linears"].items()
             for key in row
-            if key != "stage"
+            if key not in PLACE
         }
     )
     check_health(result["health"], wanted["health"])

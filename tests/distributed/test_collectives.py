@@ -156,8 +156,9 @@ def refusals() -> dict[str, str]:
         if dist.get_rank() == 1:
             refusal = UnsupportedError("2 linears have one name")
             refusing = mock.patch.object(discovery, "find_linears", side_effect=refusal)
+        args = Namespace(micro_batch_size=1, seq_length=64, seed=1, eval_iters=0)
         with refusing, pytest.raises(UnsupportedError) as refused:
-            attach(Session(), SnipConfig(), Namespace(), model, None, lambda: (None, None), [])
+            attach(Session(), SnipConfig(), args, model, None, lambda: (None, None), [])
         found["names"] = str(refused.value)
         settings = SnipConfig(interval=7) if dist.get_rank() == 1 else SnipConfig()
         args = Namespace(seed=5) if dist.get_rank() == 1 else Namespace()

@@ -251,7 +251,7 @@ def test_a_target_whose_plan_could_not_be_applied_is_planned_for_again() -> None
         ({"plan_file": "nowhere.json"}, "cannot read plan file"),
         (
             {"plan_file": "misfit.json"},
-            "the model does not have decoder.layers.9.mlp.linear_fc1",
+            "'decoder.layers.9.mlp.linear_fc1': no pipeline stage holds decoder.layers.9",
         ),
     ],
 )
