@@ -16,7 +16,6 @@ import torch.distributed as dist
 from megatron_snip.collectives import Control, RemoteFailure, sum_together
 from megatron_snip.config import SnipConfig
 from megatron_snip.errors import UnsupportedError, UsageError
-from megatron_snip.linears import discovery
 from megatron_snip.linears import model as planned
 from megatron_snip.patches.attach import attach
 from megatron_snip.patches.cpu.graphs import CUDAGraph, graph
@@ -155,7 +154,7 @@ def refusals() -> dict[str, str]:
         found["linear"] = str(refused.value)
         if dist.get_rank() == 1:
             refusal = UnsupportedError("2 linears have one name")
-            refusing = mock.patch.object(discovery, "find_linears", side_effect=refusal)
+            refusing = mock.patch.object(planned, "find_linears", side_effect=refusal)
         args = Namespace(micro_batch_size=1, seq_length=64, seed=1, eval_iters=0)
         with refusing, pytest.raises(UnsupportedError) as refused:
             attach(Session(), SnipConfig(), args, model, None, lambda: (None, None), [])
