@@ -233,6 +233,10 @@ def test_a_solver_without_memory_is_one_line(
 ) -> None:
     """The child's limit is real; it answers, and works again on what fits."""
     monkeypatch.setattr(solver_process, "loaded_plugins", lambda: ("tests.nightly.hungry",))
+    monkeypatch.setattr(plugins, "_loaded", {})
+    known = policies.POLICIES
+    monkeypatch.setitem(known, "hungry", known["snip"])  # gone again after the test
+    monkeypatch.delitem(sys.modules, "tests.nightly.hungry", raising=False)
     load_plugins(["tests.nightly.hungry"])
     with closing(SolverProcess()) as solver:
         for policy in ("hungry", "snip"):
