@@ -146,7 +146,7 @@ class Job:
     def start(self) -> None:
         """All ranks: agree on linears and options; get the first plan from rank 0."""
         facts = self.control.gather("reading the model's linears", lambda: own_linears(self.places))
-        self.linears = global_linears(facts.distinct())
+        self.linears = global_linears(facts.values)
         options = (*self.config.options, BF16)
         option_refusals(self.model, options)
         self.control.on_rank_0("opening the run directory", lambda: None)

@@ -73,10 +73,6 @@ class Gathered:
     values: tuple[Any, ...]
     ranks: tuple[tuple[range, ...], ...]
 
-    def distinct(self) -> tuple[Any, ...]:
-        """Return the different values."""
-        return self.values
-
     def by_rank(self) -> Iterator[Any]:
         """Yield every rank's value, in rank order; equal ones are the same object."""
         runs = [

@@ -151,7 +151,7 @@ class Graphs:
                 stack.callback(hook.remove)
             result = run()
         control = self.model.runtime.topology.control
-        ranks = control.gather("reading captured linears", lambda: sorted(ran)).distinct()
+        ranks = control.gather("reading captured linears", lambda: sorted(ran)).values
         names = {name for rank in ranks for name in rank}
         self._captured_linears[helper] = {name: self.model.changes[name] for name in names}
         self.was_slow = True

@@ -74,7 +74,8 @@ def run_branches(
     for key in keys:
         if not goes_on():
             return
-        name, target = key["variant"], key["target"]
+        name = key["variant"]
+        target = key["target"]
         planner = planners[key["low"]]
         plans = [planner.bf16] if name == "bf16" else planner.plans(name, target)
         row: dict[str, Any] = {**key, "start": start, "plan": None}

@@ -62,7 +62,8 @@ def resolve_formats(config: SnipConfig, model: PlannedModel) -> SnipConfig:
         )
     formats = config.formats
     if config.formats == (AUTO,):
-        formats, why = SIMULATED_FORMATS, ""
+        formats = SIMULATED_FORMATS
+        why = ""
         if with_te:
             formats, why = _best_formats(config, model)
         if model.runtime.topology.rank == 0:
@@ -363,7 +364,7 @@ def option_refusals(model: PlannedModel, options: Iterable[Option]) -> dict[Opti
 
         found: dict[Option, dict[str, str]] = {option: {} for option in unknown}
         control = model.runtime.topology.control
-        for rank in control.gather("finding what linears can run", own_refusals).distinct():
+        for rank in control.gather("finding what linears can run", own_refusals).values:
             for option, refused in zip(unknown, rank, strict=True):
                 found[option].update(refused)
         model.refusals |= found

@@ -206,7 +206,7 @@ def _shapes(model: PlannedModel, options: Sequence[Option]) -> dict[str, TimedSh
         own.append([linear.name, *linear.weights[0].shape, num_tokens, norm, ",".join(runs)])
     shapes: dict[str, TimedShape] = {}
     control = model.runtime.topology.control
-    for rank in control.gather("reading the linears' shapes", lambda: own).distinct():
+    for rank in control.gather("reading the linears' shapes", lambda: own).values:
         for name, *values in rank:
             shape = TimedShape(*values)
             _, _, module = split_linear_name(name)

@@ -345,7 +345,7 @@ def global_linears(of_ranks: Iterable[list[list[Any]]]) -> tuple[LinearInfo, ...
 def stage_layers(
     linears: Sequence[LinearInfo], topology: Topology, num_chunks: int
 ) -> StageLayers | None:
-    """Return which layers each pipeline stage holds; None if numbers do not tell them apart.
+    """Return which layers each pipeline stage holds; None if two of its layers have one number.
 
     Args:
         linears: every linear of the model, as `global_linears` returns them.

@@ -77,7 +77,7 @@ class PlannedModel:
         all_linears: every linear of the model, in the same order on all ranks.
         num_experts: number of experts of each linear that has any; the same on all ranks.
         stage_layers: which layers each pipeline stage holds, the same on all ranks; None where
-            numbers do not tell layers apart.
+            two layers of a chunk have one number.
         job: what the job runs without SNIP; the same on all ranks.
         refusals: what `option_refusals` has found so far; the same on all ranks.
         changes: how often the option of each linear of the model has changed; the same on all
@@ -113,7 +113,7 @@ class PlannedModel:
         self._own_rules: dict[str, Source] = {}
         self._own_file_rules: dict[str, bool] = {}
         reading = partial(self._own_facts, backend)
-        facts = topology.control.gather("reading the model's linears", reading).distinct()
+        facts = topology.control.gather("reading the model's linears", reading).values
         self.all_linears: tuple[LinearInfo, ...] = global_linears(rank["linears"] for rank in facts)
         self.num_experts = {name: n for rank in facts for name, n in rank["experts"].items()}
         self.stage_layers = stage_layers(self.all_linears, topology, len(self.chunks))
@@ -202,7 +202,7 @@ class PlannedModel:
     def _note_rows(self, gathered: Gathered) -> None:
         """All ranks: keep what `_new_rows` returned on all of them, joined by linear and option."""
         found: dict[tuple[str, str], list[list[str]]] = {}
-        for rank in gathered.distinct():
+        for rank in gathered.values:
             for name, option, *values in rank:
                 found.setdefault((name, option), []).append(values)
         for key, rows in found.items():
@@ -240,7 +240,7 @@ class PlannedModel:
                 reasons = map(linear.evaluation_refusal, possible if options else [linear.option])
                 own |= {reason for reason in reasons if reason is not None}
         control = self.runtime.topology.control
-        ranks = control.gather("finding what evaluations can run", lambda: sorted(own)).distinct()
+        ranks = control.gather("finding what evaluations can run", lambda: sorted(own)).values
         return sorted({reason for rank in ranks for reason in rank})
 
     @contextmanager

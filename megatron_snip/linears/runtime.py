@@ -47,7 +47,8 @@ class Runtime:
                 multiply the encoder's output, have the encoder's tokens.
             in_evaluation: whether it is a microbatch of an evaluation.
         """
-        decoder, encoder = self.microbatch_tokens, self.encoder_tokens
+        decoder = self.microbatch_tokens
+        encoder = self.encoder_tokens
         if in_evaluation and self.evaluation_tokens is not None:
             decoder, encoder = self.evaluation_tokens
         block, _, module = split_linear_name(name)

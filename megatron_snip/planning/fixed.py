@@ -79,7 +79,8 @@ def fixed_pins(
         glob = f"{block}.layers.{layer}.*"
         members = [other for other in names if glob_matches(other, glob)]
         if any(ruled.get(other) != ruled[name] or other in covered for other in members):
-            glob, members = name, [name]
+            glob = name
+            members = [name]
         pins.append((glob, str(ruled[name])))
         covered.update(members)
     return tuple(pins)

@@ -166,9 +166,13 @@ def _best_price(choices: ChoiceSet) -> tuple[float, Ints, Ints]:
         if gap <= _ROUNDING * (abs(low_cost) + abs(price * low_gain) + abs(high_cost)):
             break
         if gain >= choices.floor:
-            above, high_cost, high_gain = columns, cost, gain
+            above = columns
+            high_cost = cost
+            high_gain = gain
         else:
-            below, low_cost, low_gain = columns, cost, gain
+            below = columns
+            low_cost = cost
+            low_gain = gain
     return price, below, above
 
 

@@ -157,7 +157,7 @@ class Observations:
         except RemoteFailure as failure:
             self._read = failure
             return True
-        return not any(found.distinct())
+        return not any(found.values)
 
     def begin(self, iteration: int) -> Observation | Refresh:
         """All ranks: prepare to measure the linears while an iteration runs.

@@ -26,7 +26,7 @@ def target_to_plan_for(
     schedule: Schedule,
     suffices: Callable[[], bool],
 ) -> float | None:
-    """Return the target that is about to be in force if a plan for it must be asked for now.
+    """Return the target of a plan that must be asked for now; None if none must be.
 
     Args:
         state: the run's state.

@@ -236,7 +236,7 @@ def _healed(trainer: Trainer, controller: Any, faults: Faults) -> dict[str, Any]
         trainer.advance(2, controller)
         faults.signals = False
         stop_signal = agreed()
-    signalled = control.gather("counting signals", lambda: faults.signalled).distinct()
+    signalled = control.gather("counting signals", lambda: faults.signalled).values
     return {
         "history": list(controller.history),
         "digest": controller.plan.digest,

@@ -108,7 +108,8 @@ def running() -> Iterator[Any]:
             chosen = RUNS[name]
             server, worker = shared_server(), "frozen_runs:frozen"
             if chosen.with_te:
-                server, worker = with_te, "te_models:frozen_numbers"
+                server = with_te
+                worker = "te_models:frozen_numbers"
             worker = f"tests.distributed.{worker}"
             results = run_ranks(chosen.ranks, worker, {"name": name}, server)
             assert all(result == results[0] for result in results), f"{name}: ranks differ"

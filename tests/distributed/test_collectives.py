@@ -82,7 +82,7 @@ def exchanges() -> list[dict[str, Any]]:
                 "broadcast": control.broadcast(rank),
                 "rank 0": control.on_rank_0("trying", lambda: rank),
                 "by rank": list(gathered.by_rank()),
-                "distinct": list(gathered.distinct()),
+                "distinct": list(gathered.values),
                 "long": [[bit, len(text)] for bit, text in long],
                 "failed": str(failed.value),
             }

@@ -26,7 +26,7 @@ EXCHANGES: dict[str, Callable[[Control], Any]] = {
     "sum": lambda control: control.sum_(torch.ones(50_000)).sum().item(),
     "vote": lambda control: control.any(control.rank == 3),
     "attempt": lambda control: control.attempt("trying", lambda: 1),
-    "gather": lambda control: [*control.gather("trying", lambda: "x" * 2000).distinct()],
+    "gather": lambda control: [*control.gather("trying", lambda: "x" * 2000).values],
     "broadcast": lambda control: control.broadcast("x"),
     "from the last rank": lambda control: control.broadcast_(torch.ones(3), SIZE - 1).tolist(),
 }

@@ -16,7 +16,7 @@ ALONE = Control()
 def test_values_take_the_way_through_json_even_alone() -> None:
     """Tuples become lists on one rank as on many, so nothing works by chance."""
     found = ALONE.gather("trying", lambda: {"a": (1, 2)})
-    assert found.distinct() == ({"a": [1, 2]},) and list(found.by_rank()) == [{"a": [1, 2]}]
+    assert found.values == ({"a": [1, 2]},) and list(found.by_rank()) == [{"a": [1, 2]}]
     assert ALONE.broadcast({"a": (1, 2)}) == {"a": [1, 2]}
     with pytest.raises(RemoteFailure, match="trying failed on rank 0: TypeError"):
         ALONE.gather("trying", lambda: {1, 2})
