@@ -29,25 +29,14 @@ CMD ["make", "demo"]
 
 # hadolint ignore=DL3006
 FROM ${PYTORCH_IMAGE} AS gpu
-# A venv above the container's Python: what it lacks comes in, what it has stays as it is. The
-# container's own constraint file holds versions of packages that SNIP needs newer.
-ENV PIP_CONSTRAINT=
 # hadolint ignore=DL3008
 RUN apt-get update \
     && apt-get install -y --no-install-recommends python3-venv \
-    && rm -rf /var/lib/apt/lists/* \
-    && python3 -m venv --system-site-packages /opt/snip
-ENV PATH=/opt/snip/bin:$PATH
+    && rm -rf /var/lib/apt/lists/*
+ENV PATH=/opt/snip/bin:$PATH PIP_NO_CACHE_DIR=1
 WORKDIR /opt/megatron-snip
-COPY requirements/gpu.txt requirements/gpu.txt
-RUN python -m pip install --no-cache-dir --require-hashes --only-binary :all: --no-deps \
-    -r requirements/gpu.txt
 COPY . .
-# The venv's torchrun runs the venv's Python; the container's would miss the packages above.
-RUN python -m pip install --no-cache-dir --no-deps --no-build-isolation . \
-    && printf '#!/bin/sh\nexec /opt/snip/bin/python -m torch.distributed.run "$@"\n' > /opt/snip/bin/torchrun \
-    && chmod 755 /opt/snip/bin/torchrun \
-    && megatron-snip --version \
+RUN launch/container_venv.sh /opt/snip \
     && useradd --create-home --no-log-init --uid 10001 snip
 USER 10001
 WORKDIR /workspace

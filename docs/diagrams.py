@@ -112,7 +112,7 @@ def cycle() -> Diagram:
         y = 70 + 70 * number
         picture.text(20, y + 30, label, bold=True)
         picture.box(110, y, 150, 50, ["forward, backward", "sums of errors"], BLUE)
-        picture.box(490, y, 150, 50, ["ordinary", "iterations"])
+        picture.box(490, y, 150, 50, ["baseline", "steps"])
         picture.box(700, y, 150, 50, ["check digest", "set precisions"], GREEN)
         picture.arrow((260, y + 25), (300, y + 25))
         picture.arrow((450, y + 25), (490, y + 25))

@@ -3,7 +3,7 @@
 Dashboards sort by name. The most important panels are numbered: is training safe, how much runs in
 the lowest precision and at what cost, which linears suffer:
 
-    snip/1_guard_events              bad losses since the job started; a reverted plan had one
+    snip/1_guard_events              loss spikes since the job started; a reverted plan had one
     snip/1_loss                      training loss (Megatron's own run has it as `lm loss`)
     snip/2_quality_loss_share        the plan's quality loss; 1 + weight_lambda, that of the
                                      uniform lowest precision, is shown as 1, and BF16 is 0

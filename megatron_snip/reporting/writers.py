@@ -105,7 +105,7 @@ class _Dashboard(ABC):
 
 _CHARTS = {
     "training loss": ["snip/1_loss", "lm loss$"],
-    "bad losses, failed refreshes": ["snip/1_guard_events", "snip/refresh/failed"],
+    "loss spikes, failed refreshes": ["snip/1_guard_events", "snip/refresh/failed"],
     "quality loss of the plan": ["snip/2_quality_loss_share"],
     "share of FLOPs in the lowest precision": ["snip/3_lowest_precision_share"],
     "time of measuring in percent": ["snip/4_refresh_overhead_percent"],

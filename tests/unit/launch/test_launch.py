@@ -1,4 +1,4 @@
-"""launch/torchrun.sh and launch/slurm.sbatch: what they print and run, and when a job requeues.
+"""Scripts of launch/: what they print, run and install, and when a job requeues.
 
 A cluster's commands are stand-ins here; tests/slurm/ runs the same files on a real cluster.
 """
@@ -399,3 +399,60 @@ def test_a_copy_that_does_not_find_the_others_names_the_variable(tmp_path: Path)
     assert "set SNIP_LAUNCH" in done.stderr
     found = run_job(tmp_path, 'echo "step: $*"', script=copy, SHOW=show, SNIP_LAUNCH=str(LAUNCH))
     assert f"bash {LAUNCH}/torchrun.sh train" in found.stdout
+
+
+CONTAINERS_PYTHON = """
+case $1,$2 in
+  -m,venv)
+    mkdir -p "${@: -1}/bin"
+    cp "$0" "${@: -1}/bin/python"
+    printf '#!/bin/sh\\n' >"${@: -1}/bin/megatron-snip"
+    chmod 755 "${@: -1}/bin/megatron-snip"
+    ;;
+  -m,pip) if [ "${@: -2:1}" = -r ]; then cp "${@: -1}" installed.txt; fi ;;
+  *) exec "$REAL_PYTHON" "$@" ;;
+esac
+"""
+
+
+def run_in_container(folder: Path, **versions: str) -> subprocess.CompletedProcess[str]:
+    """Run container_venv.sh where Python has packages of these versions; pip is a stand-in."""
+    for name, version in versions.items():
+        info = folder / "packages" / f"{name}-{version}.dist-info"
+        info.mkdir(parents=True)
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+    stand_in(folder, "python3", CONTAINERS_PYTHON)
+    # Without -S and -I the packages of this test's own Python would be found, too.
+    stand_in(folder, "bare", f'PYTHONPATH={folder}/packages exec {sys.executable} -S "$@"')
+    return run_script(folder, "container_venv.sh", "venv", REAL_PYTHON=str(folder / "bin" / "bare"))
+
+
+def test_a_containers_torch_and_megatron_stay(tmp_path: Path) -> None:
+    versions = {"torch": "2.9.0a0", "transformer_engine": "2.9.0+abc"}
+    done = run_in_container(tmp_path, **versions)
+    assert done.returncode == 0, done.stderr
+    assert "torch 2.9.0a0, Transformer Engine 2.9.0+abc, megatron-core (none)" in done.stdout
+    complete = (LAUNCH.parent / "requirements" / "gpu.txt").read_text()
+    assert (tmp_path / "installed.txt").read_text() == complete
+    assert f"{tmp_path}/venv/bin/python" in (tmp_path / "venv" / "bin" / "torchrun").read_text()
+    done = run_in_container(tmp_path, megatron_core="0.18.0")
+    assert done.returncode == 0, done.stderr
+    installed = (tmp_path / "installed.txt").read_text()
+    left_out = [line for line in complete.splitlines() if line not in installed.splitlines()]
+    assert left_out[0].startswith("megatron-core==")
+    assert all(line.startswith("    --hash") for line in left_out[1:])
+
+
+@pytest.mark.parametrize(
+    ("versions", "expected"),
+    [
+        ({}, "has no torch"),
+        ({"torch": "2.6.0", "transformer_engine": "2.7.1"}, "2.8 is the oldest"),
+    ],
+)
+def test_another_container_is_refused_in_one_line(
+    tmp_path: Path, versions: dict[str, str], expected: str
+) -> None:
+    done = run_in_container(tmp_path, **versions)
+    assert done.returncode == 2 and expected in done.stderr and done.stderr.count("\n") == 1
+    assert not (tmp_path / "venv").exists()
