@@ -63,6 +63,8 @@ BRIDGE_NVRX_PLATFORM ?= manylinux_2_39_x86_64
 export OMP_NUM_THREADS ?= 1
 # No test compiles, and without Dynamo every process that imports Megatron starts seconds sooner.
 unit distributed: export TORCHDYNAMO_DISABLE = 1
+# Prints where the time of `make test` goes.
+timed = @trap 'echo "$@: $$SECONDS s"' EXIT;
 # What a file's tests share is made once. Files with few tests take the longest: they do not wait.
 BY_FILE := --dist loadfile --no-loadscope-reorder
 
@@ -118,21 +120,19 @@ test-all: lint types docs unit distributed  ## the same with the slow tests
 
 .PHONY: lint
 lint: $(STAMP)  ## ruff, codespell, shellcheck
-	$(BIN)/ruff check .
-	$(BIN)/ruff format --check .
-	$(BIN)/codespell
-	$(BIN)/shellcheck -x launch/*.sh launch/*.sbatch tests/megatron/*.sh tests/slurm/*.sh
+	$(timed) $(BIN)/ruff check .; $(BIN)/ruff format --check .; $(BIN)/codespell; \
+	  $(BIN)/shellcheck -x launch/*.sh launch/*.sbatch tests/megatron/*.sh tests/slurm/*.sh
 
 .PHONY: types
 types: $(STAMP)  ## mypy --strict
 	rm -rf build/types && mkdir -p build/types/megatron_snip
 	ln -s "$(CURDIR)"/megatron_snip/* "$(CURDIR)/kernels" "$(CURDIR)/patches" build/types/megatron_snip/
-	$(BIN)/mypy
+	$(timed) $(BIN)/mypy
 
 # Material for MkDocs advertises a successor of MkDocs.
 .PHONY: docs
 docs: $(STAMP)  ## build the documentation into site/; a warning is an error
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	$(timed) NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 .PHONY: docs-flags
 docs-flags: $(STAMP)  ## write docs/flags.md from the command line's parsers
@@ -140,11 +140,11 @@ docs-flags: $(STAMP)  ## write docs/flags.md from the command line's parsers
 
 .PHONY: unit
 unit: $(STAMP)  ## tests of one process
-	$(BIN)/pytest tests/unit tests/hostile -n 2 $(BY_FILE) $(TIER) $(PYTEST_ARGS)
+	$(timed) $(BIN)/pytest tests/unit tests/hostile -n 2 $(BY_FILE) $(TIER) $(PYTEST_ARGS)
 
 .PHONY: distributed
 distributed: $(STAMP)  ## tests of 2 and 4 gloo ranks
-	$(BIN)/pytest tests/distributed -n 2 $(BY_FILE) $(TIER) $(PYTEST_ARGS)
+	$(timed) $(BIN)/pytest tests/distributed -n 2 $(BY_FILE) $(TIER) $(PYTEST_ARGS)
 
 # The stamp of an environment, unless it is not there and no Python can make it. It is expanded for the
 # target that is made: no recipe calls make, which `make -n` would run.

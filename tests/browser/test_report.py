@@ -12,7 +12,7 @@ from tests.unit.reporting.runs import Shape, config, write_run
 
 pytestmark = pytest.mark.filterwarnings("error:constrained_layout")  # labels left no room
 
-SCREENS = {"desk": (1280, 900), "tablet": (800, 1100), "phone": (360, 740)}
+SCREENS = {"desk": (1280, 900), "tablet": (800, 1100), "phone": (390, 740)}
 BOXES = """[...document.querySelectorAll('figure img')].map(image => {
   const box = image.getBoundingClientRect();
   return [box.x + scrollX, box.y + scrollY, box.width, box.height];
@@ -90,7 +90,8 @@ def test_tables_of_health_fit_a_desk_and_alerts_are_not_cut_off(
     assert browser.evaluate(cut) == 0
 
 
-def test_text_has_enough_contrast(browser: Chromium, page: Path) -> None:
+@pytest.mark.parametrize("dark", [False, True])
+def test_text_has_enough_contrast(browser: Chromium, page: Path, dark: bool) -> None:
     """WCAG 2.1, 1.4.3: a contrast of at least 4.5."""
     colors_of = """['.caption', 'h1', 'td', 'th', 'summary'].map(selector => {
       const element = document.querySelector(selector);
@@ -99,9 +100,11 @@ def test_text_has_enough_contrast(browser: Chromium, page: Path) -> None:
         ground = ground.parentElement;
       return [getComputedStyle(element).color, getComputedStyle(ground).backgroundColor];
     })"""
-    browser.open(page, *SCREENS["desk"], dark=False)
+    browser.open(page, *SCREENS["desk"], dark=dark)
     for text, ground in browser.evaluate(colors_of):
         assert contrast(rgb(text), rgb(ground)) >= 4.5, (text, ground)
+    ground = rgb(browser.evaluate("getComputedStyle(document.body).backgroundColor"))
+    assert (max(ground) < 0.3) is dark
 
 
 def rgb(text: str) -> tuple[float, ...]:
