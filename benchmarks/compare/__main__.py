@@ -5,6 +5,7 @@
     python -m benchmarks.compare kinds
     python -m benchmarks.compare rival [--hours 10]
     python -m benchmarks.compare collapse [--hours 6]
+    python -m benchmarks.compare hardest [--hours 6]
     python -m benchmarks.compare table [--figure FILE.svg] [--page FILE.md ..]
     (each with --quick, which takes ten minutes, --scenario outliers, --results FILE)
 
@@ -15,7 +16,8 @@ branch is a row of benchmarks/results/policies.jsonl or compare.jsonl. A row tha
 again, so a command resumes where it was stopped, and more seeds, targets or variants add rows.
 `kinds` prints the weights of the policy `norms-kinds` from the rows of `forks`. `rival` makes the
 missing rows of its schedule, and prints its verdict once they are complete. `collapse` trains
-uniform recipes from scratch, and prints where FP4 loses much.
+uniform recipes from scratch, and prints where FP4 loses much; `hardest` makes the branches of all
+policies in the hardest of these cells.
 """
 
 from __future__ import annotations
@@ -37,6 +39,7 @@ from benchmarks.compare.collapse import collapse_report, run_collapse
 from benchmarks.compare.estimated import estimate, estimate_table
 from benchmarks.compare.figure import draw
 from benchmarks.compare.forks import Fit, fit, fork_table, run_forks
+from benchmarks.compare.hardest import hardest_report, run_hardest
 from benchmarks.compare.kinds import kinds_table
 from benchmarks.compare.policies import policy_table, run_policies
 from benchmarks.compare.rival import report, run_rival
@@ -51,6 +54,7 @@ FILES = {
     "kinds": "compare.jsonl",
     "rival": "rival.jsonl",
     "collapse": "collapse.jsonl",
+    "hardest": "hardest.jsonl",
     "table": "policies.jsonl",
 }
 """Where the rows of a command are."""
@@ -62,7 +66,7 @@ END_MARK = "<!-- end -->"
 def main() -> None:
     """Run the command line."""
     options = _arguments()
-    store = ResultStore(options.results, blind=options.command == "rival")
+    store = ResultStore(options.results, blind=options.command in ("rival", "hardest"))
     try:
         if options.command == "policies":
             for low in options.formats:
@@ -77,6 +81,10 @@ def main() -> None:
         elif options.command == "collapse":
             run_collapse(store, options)
             print(collapse_report(store.rows))
+            return
+        elif options.command == "hardest":
+            run_hardest(store, options)
+            print(hardest_report(store.rows))
             return
     except UsageError as error:
         raise SystemExit(f"error: {error}") from None
@@ -174,7 +182,7 @@ def _arguments() -> argparse.Namespace:
         "--hours",
         type=float,
         default=math.inf,
-        help="of a core that `rival` or `collapse` may use; 0 only prints",
+        help="of a core that `rival`, `collapse` or `hardest` may use; 0 only prints",
     )
     parser.add_argument("--results", type=Path, help="file of the rows")
     parser.add_argument("--checkpoints", type=Path, help="keep warm models of this code here")

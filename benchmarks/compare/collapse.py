@@ -81,13 +81,13 @@ CELLS: dict[str, Cell] = {
 }
 """In the order in which they run."""
 
-_MODEL = {"num_layers": 4, "ffn_hidden_size": 384, "lr": 1e-3, "min_lr": 1e-4}
+MODEL = {"num_layers": 4, "ffn_hidden_size": 384, "lr": 1e-3, "min_lr": 1e-4}
 
 
 def run_collapse(store: ResultStore, options: argparse.Namespace) -> None:
     """Make the rows that are missing, until `options.hours` of a core are used."""
     end = time.process_time() + 3600 * options.hours
-    with _extra_formats():
+    with extra_formats():
         for name, cell in CELLS.items():
             for recipe in ("bf16", "fp8", cell.low):
                 key = {"kind": "collapse", "setup": name, "scenario": "scratch", "low": cell.low}
@@ -98,7 +98,7 @@ def run_collapse(store: ResultStore, options: argparse.Namespace) -> None:
 
 def run(cell: Cell, recipe: str) -> dict[str, Any]:
     """Train a cell in one format and return its losses; None where one is not finite."""
-    values = {**_MODEL, "seed": 1234, "train_iters": cell.iterations, **cell.model}
+    values = {**MODEL, "seed": 1234, "train_iters": cell.iterations, **cell.model}
     with open_lab(values) as lab:
         if cell.hot != 1.0:
             make_hot(lab, cell.hot)
@@ -148,7 +148,8 @@ def _hottest(lab: Lab) -> float:
 
 
 @contextmanager
-def _extra_formats() -> Iterator[None]:
+def extra_formats() -> Iterator[None]:
+    """Within: EXTRA_FORMATS are formats."""
     FORMATS.update({extra.name: extra for extra in EXTRA_FORMATS})
     try:
         yield

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -77,7 +78,7 @@ def run_branches(
         name = key["variant"]
         target = key["target"]
         planner = planners[key["low"]]
-        plans = [planner.bf16] if name == "bf16" else planner.plans(name, target)
+        plans = planner.plans(name, target)
         row: dict[str, Any] = {**key, "start": start, "plan": None}
         row["share"] = round(planner.share(plans[0]), 4)
         if name in REPLANNED:
@@ -108,7 +109,14 @@ def _digest(plan: Plan) -> str:
 
 
 def _rounded(result: dict[str, Any]) -> dict[str, Any]:
-    return {k: round(v, 6) if isinstance(v, float) else v for k, v in result.items()}
+    """Round what a branch gave; a number that is not finite becomes None."""
+
+    def rounded(value: Any) -> Any:
+        if not isinstance(value, float):
+            return value
+        return round(value, 6) if math.isfinite(value) else None
+
+    return {name: rounded(value) for name, value in result.items()}
 
 
 def policy_table(rows: list[dict[str, Any]]) -> str:

@@ -1,8 +1,9 @@
 """Runs that branch from one checkpoint in this process.
 
 A warm model is trained in BF16 and its weights and optimizer state are copied. Each branch starts
-from the copy, trains under one plan on the same samples, its learning rate falling linearly to
-zero, and is evaluated on the same held-out text. So two branches differ in their plan alone.
+from the copy, trains under one plan on the same samples, and is evaluated on the same held-out
+text. So two branches differ in their plan alone. The learning rate is constant before a branch and
+falls linearly to zero in it, or the setup keeps the trainer's own schedule.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from megatron.core.utils import unwrap_model
 from benchmarks.compare.variants import Plan
 from benchmarks.lab import Lab, open_lab
 from megatron_snip.config import SnipConfig
+from megatron_snip.errors import SnipError
 from megatron_snip.quantizers.stochastic import StochasticStream, StreamKey
 from megatron_snip.statistics.records import StatisticsTable
 from megatron_snip.trainer.data import Datasets
@@ -37,6 +39,8 @@ class Setup:
         length: iterations of a branch.
         held_out: microbatches of held-out text.
         measured: microbatches that the plans are made from.
+        own_schedule: whether warm-up and branch together have the trainer's schedule of rates.
+        prepare: changes the model before it trains.
     """
 
     model: dict[str, Any]
@@ -44,6 +48,8 @@ class Setup:
     length: int
     held_out: int = 48
     measured: int = 4
+    own_schedule: bool = False
+    prepare: Callable[[Lab], None] = lambda lab: None
 
 
 SETUPS = {
@@ -110,8 +116,11 @@ def warm_model(
         saved: file of the warm model: it is read if it exists, else written.
     """
     total = setup.warm + data_seeds * setup.length
-    values = {"seed": 1234 + seed, "train_iters": total, "lr_decay_style": "constant"}
+    values: dict[str, Any] = {"seed": 1234 + seed, "train_iters": total}
+    if not setup.own_schedule:
+        values["lr_decay_style"] = "constant"
     with open_lab({**setup.model, **values}) as lab, _remembering_draws(lab):
+        setup.prepare(lab)
         if saved is not None and saved.exists():
             lab.train(1)  # the optimizer creates its moments
             _Copy.read(saved).restore(lab)
@@ -159,31 +168,47 @@ class WarmModel:
                 also for the evaluation; None for BF16.
             data_seed: which continuation of the data.
             remake: returns the plans from half of the branch on; None keeps them.
+
+        Returns:
+            LOSSES of `policies`; None for the losses of a branch that ends early, because a loss or
+            a gradient is not finite.
         """
         lab, setup = self._lab, self._setup
         self._restore()
         lab.step = setup.warm + data_seed * setup.length
-        losses = []
+        losses: list[float] = []
         for k in range(setup.length):
             if k == setup.length // 2:
                 if self._scenario.startswith(LATE):
                     SCENARIOS[self._scenario](lab)
                 plans = remake() if remake is not None else plans
-            for group in _groups(lab):
-                group["lr"] = self._rate * (1 - k / setup.length)
-            losses += lab.train(1, plans[k * len(plans) // setup.length])
+            if not setup.own_schedule:
+                for group in _groups(lab):
+                    group["lr"] = self._rate * (1 - k / setup.length)
+            try:
+                losses += lab.train(1, plans[k * len(plans) // setup.length])
+            except SnipError:  # a loss or a gradient that is not finite
+                break
+        tokens = len(losses) * lab.config.global_batch_size * lab.config.seq_length
+        if len(losses) < setup.length:
+            none = dict.fromkeys(("loss", "loss_bf16", "training_loss"))
+            return {**none, "quarters": [], "tokens": tokens}
         batches = lab.microbatches(setup.held_out, held_out=True)
         return {
             "loss": float(lab.losses(batches, plans[-1]).mean()),
             "loss_bf16": float(lab.losses(batches).mean()),
             "training_loss": sum(losses) / len(losses),
             "quarters": [round(float(part.mean()), 6) for part in np.array_split(losses, 4)],
-            "tokens": setup.length * lab.config.global_batch_size * lab.config.seq_length,
+            "tokens": tokens,
         }
 
     def _restore(self) -> None:
-        self._lab.datasets = self._datasets
-        self._copy.restore(self._lab)
+        lab = self._lab
+        lab.datasets = self._datasets
+        self._copy.restore(lab)
+        scheduler: Any = lab.state.scheduler
+        scheduler.num_steps = self._setup.warm * lab.config.global_batch_size
+        scheduler.step(increment=0)  # sets the rates of these steps
 
 
 @dataclass(frozen=True)

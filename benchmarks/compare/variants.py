@@ -1,7 +1,8 @@
 """The plans that are compared, all with the same share of FLOPs in the low format.
 
 An item is one GEMM of one linear. A variant is a policy with its own granularity: `snip-gemm`,
-`grads-first` and `random-gemm` choose for each GEMM, the others for each linear. Shares are made
+`grads-first` and `random-gemm` choose for each GEMM, the others for each linear. `snip-paper`
+chooses for each linear by the paper's quality loss: |first| + fisher, and lambda 1. Shares are made
 equal: a target stands for the nearest share that linears can have (`equal_share`), and a rule that
 would exceed it skips what does not fit and goes on with the next in its order (`exact_fill`).
 """
@@ -19,7 +20,7 @@ from megatron_snip.divergence.quality_loss import (
 )
 from megatron_snip.options import BF16, Granularity, Option, enumerate_options
 from megatron_snip.planning.planner import make_plan
-from megatron_snip.planning.policies import POLICIES, get_policy
+from megatron_snip.planning.policies import POLICIES, UNIFORM, get_policy
 from megatron_snip.planning.problem import PlanningProblem
 from megatron_snip.planning.settings import PlanSettings
 from megatron_snip.run.healing import healing_problem
@@ -74,6 +75,11 @@ def share_of(low: set[Item], flops: Mapping[str, float]) -> float:
 REPLANNED = {"replan": "snip-gemm", "replan-norms-gemm": "norms-gemm"}
 """Variants whose plan is made again after half of a branch, and what makes their plans."""
 
+SNIP_PROBLEMS = {"snip-linear": "linear", "snip-gemm": "gemm", "snip-paper": "paper"}
+"""Which of `problems_of` a variant of SNIP solves."""
+
+PAPER = SnipConfig(loss_divergence="first_plus_fisher", weight_lambda=1.0)
+
 
 def exact_fill(sizes: Sequence[int], total: int) -> list[bool]:
     """Return which items are taken, in their order, so that their sizes add up to `total`.
@@ -98,13 +104,13 @@ class Planner:
     """Makes the plans of variants from one measurement.
 
     Args:
-        problems: with options per linear and per GEMM, see `problems_of`.
+        problems: those of `problems_of` that the variants need.
         formats: what the plans choose from.
         seed: of the random policies.
     """
 
     def __init__(
-        self, problems: Mapping[Granularity, PlanningProblem], formats: Formats, seed: int
+        self, problems: Mapping[str, PlanningProblem], formats: Formats, seed: int
     ) -> None:
         self._problems = problems
         self._formats = formats
@@ -134,20 +140,25 @@ class Planner:
         """Return a variant's plan, or with healing one for each `HEALING_PARTS`-th of a branch.
 
         Args:
-            name: a policy, `snip-linear`, `snip-gemm`, `heal-ORDER`, or one of REPLANNED.
+            name: a policy, one of SNIP_PROBLEMS or REPLANNED, `heal-ORDER`, or, with any target,
+                `bf16` or `uniform-FORMAT`.
             target: share of FLOPs in the low format, made attainable by `equal_share`.
 
         Raises:
             UsageError: if the name is unknown.
         """
+        if name == "bf16":
+            return [self.bf16]
+        if name.startswith(UNIFORM):
+            return [dict.fromkeys(self._flops, Option.uniform(name.removeprefix(UNIFORM)))]
         share = self.equal_share(target)
         if name in HEALING:
             return self._healing(name.removeprefix("heal-"), share)
         return [self._plan(REPLANNED.get(name, name), share)]
 
     def _plan(self, name: str, share: float) -> Plan:
-        if name in ("snip-linear", "snip-gemm"):
-            problem = self._problems["linear" if name == "snip-linear" else "gemm"]
+        if name in SNIP_PROBLEMS:
+            problem = self._problems[SNIP_PROBLEMS[name]]
             return make_plan(problem, PlanSettings(target=share)).linears
         steps = self._order(name)
         sizes = [3 * self._units * share_of(step, self._flops) for step in steps]
@@ -206,13 +217,20 @@ def snip_costs(table: StatisticsTable, formats: Formats) -> dict[Item, float]:
     }
 
 
-def problems_of(table: StatisticsTable, formats: Formats) -> dict[Granularity, PlanningProblem]:
-    """Return the problems of a measurement, with options per linear and per GEMM."""
-    names = (formats.high, formats.low)
-    granularities: tuple[Granularity, ...] = ("linear", "gemm")
+def problems_of(table: StatisticsTable, formats: Formats) -> dict[str, PlanningProblem]:
+    """Return the problems of a measurement.
+
+    Returns:
+        `linear` and `gemm`: options per linear and per GEMM with this project's quality loss;
+        `paper`: options per linear with that of PAPER.
+    """
+
+    def problem(granularity: Granularity, config: SnipConfig) -> PlanningProblem:
+        options = enumerate_options((formats.high, formats.low), granularity)
+        return planning_problem(divergence_table(table, options, formats.low, config), 0.0)
+
     return {
-        g: planning_problem(
-            divergence_table(table, enumerate_options(names, g), formats.low, SnipConfig()), 0.0
-        )
-        for g in granularities
+        "linear": problem("linear", SnipConfig()),
+        "gemm": problem("gemm", SnipConfig()),
+        "paper": problem("linear", PAPER),
     }
