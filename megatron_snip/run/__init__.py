@@ -1,4 +1,4 @@
-"""What happens in a job, iteration by iteration; docs/life-of-a-plan.md has a picture.
+"""What happens in a job, iteration by iteration; docs/architecture.md has a picture.
 
 state         a run between two iterations, as one value; what a checkpoint keeps
 controller    an iteration, from state to state: apply a due plan, observe, run, plan
