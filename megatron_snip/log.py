@@ -18,6 +18,14 @@ _logged: set[tuple[object, ...]] = set()
 """Failures that `log_failure` has logged."""
 
 
+def launched_rank() -> int:
+    """Return this process's rank as torchrun (RANK) or srun (SLURM_PROCID) gives it; else 0.
+
+    For what is logged before, or without, a process group.
+    """
+    return int(os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")))
+
+
 @functools.cache
 def warn_once(logger: logging.Logger, message: str, level: int = logging.WARNING) -> None:
     """Log `message` (by default as a warning) the first time that this process passes it."""
@@ -26,7 +34,7 @@ def warn_once(logger: logging.Logger, message: str, level: int = logging.WARNING
 
 def warn_once_per_job(logger: logging.Logger, message: str, level: int = logging.WARNING) -> None:
     """Like `warn_once`, on rank 0 only: for what every rank finds."""
-    if int(os.environ.get("RANK", "0")) == 0:
+    if launched_rank() == 0:
         warn_once(logger, message, level)
 
 
@@ -71,10 +79,9 @@ def _raised_at(error: Exception) -> tuple[str, int] | None:
 
 
 def _log(logger: logging.Logger, what: str, line: str, with_traceback: bool) -> None:
-    rank = os.environ.get("RANK", "0")
     iteration = _current.get("iteration", 0)
-    text = "snip: rank %s, iteration %d: %s failed: %s"
-    logger.error(text, rank, iteration, what, line, exc_info=with_traceback or None)
+    text = "snip: rank %d, iteration %d: %s failed: %s"
+    logger.error(text, launched_rank(), iteration, what, line, exc_info=with_traceback or None)
 
 
 def forget_warnings() -> None:

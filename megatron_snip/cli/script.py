@@ -24,6 +24,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_snip.errors import UsageError, shown
+from megatron_snip.log import launched_rank
 
 CPU_FLAG = "--cpu"
 
@@ -128,7 +129,7 @@ def run_script(script: Path) -> int:
         if "requires CUDA" not in str(error):
             raise
         # In Megatron's initialization, before its flags are read; its traceback adds nothing.
-        if os.environ.get("RANK", "0") == "0":
+        if launched_rank() == 0:
             _print_error(
                 f"this machine has no GPU; to run without one, {CPU_FLAG} comes before the script: "
                 f"-m megatron_snip {CPU_FLAG} {script} ..."

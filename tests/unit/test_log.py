@@ -9,7 +9,7 @@ import pytest
 
 from megatron_snip.collectives import Control, RemoteFailure
 from megatron_snip.errors import PlanningError
-from megatron_snip.log import forget_warnings, set_iteration
+from megatron_snip.log import forget_warnings, set_iteration, warn_once_per_job
 from megatron_snip.reporting.events import Event, Metrics, Reporter
 from megatron_snip.statistics.row_sums import RankSums
 
@@ -134,3 +134,26 @@ def test_a_folder_that_takes_nothing_is_one_line(
     assert tracebacks(caplog) == []
     assert f"writing failed: {line}" in caplog.text
     assert caplog.text.count("writing failed") == 1
+
+
+@pytest.mark.parametrize(
+    ("variables", "num_lines"),
+    [
+        ({"RANK": "0"}, 1),
+        ({"RANK": "1"}, 0),
+        ({"SLURM_PROCID": "0"}, 1),
+        ({"SLURM_PROCID": "3"}, 0),
+    ],
+)
+def test_what_every_rank_finds_is_logged_by_the_first(
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    variables: dict[str, str],
+    num_lines: int,
+) -> None:
+    """srun sets no RANK."""
+    monkeypatch.delenv("RANK")
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    warn_once_per_job(logging.getLogger("megatron_snip"), "found")
+    assert len(caplog.records) == num_lines
