@@ -20,8 +20,9 @@ from megatron_snip.cli.common import check_output, integer, new_table, positive,
 from megatron_snip.errors import SnipError, UsageError
 from megatron_snip.formats import FORMATS, get_format
 from megatron_snip.linears.calibrate import MeasuredShape, TimedShape, measure, this_setup
-from megatron_snip.linears.te.machine import Machine, te_refusal, te_support, this_machine
+from megatron_snip.linears.te.machine import Machine, te_support, this_machine
 from megatron_snip.linears.te.recipe_table import RECIPES
+from megatron_snip.linears.te.refusals import te_refusal
 from megatron_snip.options import Option
 from megatron_snip.output import console
 from megatron_snip.patches.cpu.tensors import CudaOnCpu

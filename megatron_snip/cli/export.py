@@ -25,7 +25,7 @@ from megatron_snip.cli.common import check_output, integer, write_output
 from megatron_snip.errors import UsageError
 from megatron_snip.flags import flag_name
 from megatron_snip.formats import FORMATS
-from megatron_snip.linears.te.machine import Machine, te_recipe, te_refusal, this_machine
+from megatron_snip.linears.te.machine import Machine, te_recipe, this_machine
 from megatron_snip.linears.te.precision_config import (
     config_text,
     export_configs,
@@ -33,6 +33,7 @@ from megatron_snip.linears.te.precision_config import (
 )
 from megatron_snip.linears.te.recipe import TERecipe, needed_run
 from megatron_snip.linears.te.recipe_table import RECIPES, GemmRecipe, RunPrecision
+from megatron_snip.linears.te.refusals import te_refusal
 from megatron_snip.options import BF16, Option
 from megatron_snip.output import yaml_text
 from megatron_snip.planning.plan import PrecisionPlan, read_plan

@@ -31,9 +31,10 @@ from megatron_snip.formats import Format
 from megatron_snip.linears.discovery import current_topology
 from megatron_snip.linears.model import PlannedModel
 from megatron_snip.linears.te import quantizers
-from megatron_snip.linears.te.modules import gather_refusal, multiplied_input
+from megatron_snip.linears.te.modules import multiplied_input
 from megatron_snip.linears.te.recipe import TERecipe
 from megatron_snip.linears.te.recipe_table import RECIPES
+from megatron_snip.linears.te.refusals import gather_refusal
 from megatron_snip.quantizers.quantize import quantize_dequantize_operand
 from megatron_snip.statistics import observer
 from megatron_snip.statistics.operands import Operands

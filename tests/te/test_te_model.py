@@ -16,8 +16,9 @@ from megatron_snip.errors import UnsupportedError
 from megatron_snip.formats import ScaleType
 from megatron_snip.linears.availability import AvailableOptions, available_options
 from megatron_snip.linears.model import PlannedModel
-from megatron_snip.linears.te.machine import Machine, te_refusal, this_machine
+from megatron_snip.linears.te.machine import Machine, this_machine
 from megatron_snip.linears.te.recipe_table import RECIPES
+from megatron_snip.linears.te.refusals import te_refusal
 from megatron_snip.log import forget_warnings
 from megatron_snip.options import Option
 from megatron_snip.planning.plan import assigned_plan, write_plan

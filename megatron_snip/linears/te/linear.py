@@ -34,24 +34,12 @@ from megatron_snip.linears.runtime import Runtime
 from megatron_snip.linears.te.history import delayed_scales as scales_of_module
 from megatron_snip.linears.te.history import keep_history
 from megatron_snip.linears.te.job import job_option, job_recipe
-from megatron_snip.linears.te.machine import (
-    RECIPES_PER_GEMM_IN_EXPERTS,
-    Machine,
-    forward_only,
-    te_recipe,
-    te_refusal,
-)
-from megatron_snip.linears.te.modules import (
-    EXTENSION,
-    gather_refusal,
-    is_grouped,
-    shape_refusal,
-    token_refusal,
-    weights_of,
-)
+from megatron_snip.linears.te.machine import Machine, forward_only, te_recipe
+from megatron_snip.linears.te.modules import EXTENSION, weights_of
 from megatron_snip.linears.te.overlap import Overlap
 from megatron_snip.linears.te.recipe import BF16_RECIPE, TERecipe
 from megatron_snip.linears.te.recipe_table import RECIPES, RunPrecision
+from megatron_snip.linears.te.refusals import linear_refusal, te_refusal, token_refusal
 from megatron_snip.linears.te.stored_weight import stored_weights
 from megatron_snip.linears.te.tap import with_tap
 from megatron_snip.options import Option
@@ -192,30 +180,15 @@ class RecipeTELinear:
         """Return why this linear cannot run `option` here, or None if it can."""
         if self._is_the_jobs(option):
             return None
-        reason = te_refusal(option, self._machine)
-        if reason is not None:
-            return reason
-        recipe = te_recipe(option, self._machine)
-        if self.stored is not None:
-            reason = self.stored.refusal(recipe, self._job_recipe)
-            if reason is not None:
-                return reason
-        if is_grouped(self.module) and not recipe.is_uniform:
-            reason = self._machine.te_unavailable.get(RECIPES_PER_GEMM_IN_EXPERTS)
-            if reason is not None:
-                return f"{option}: Transformer Engine {self._machine.te_version} {reason}"
-        rotated = [name for name in recipe if RECIPES[name].quantization.wgrad_hadamard]
-        if rotated and self.weights[0].dtype != torch.bfloat16:
-            # The random Hadamard transform is a kernel for BF16 (C++, `quantize_impl`).
-            dtype = str(self.weights[0].dtype).removeprefix("torch.")
-            needs = f"Transformer Engine's {rotated[0]} needs BF16"
-            return f"{option}: {needs} and got {dtype}; add --bf16"
-        reason = gather_refusal(self.module, option, recipe)
-        if reason is not None:
-            return reason
-        is_expert = self.placements[0].expert is not None
-        tokens = self._runtime.tokens_of(self.name)
-        return shape_refusal(self.module, is_expert, recipe, tokens)
+        return linear_refusal(
+            self.module,
+            option,
+            self._machine,
+            self._job_recipe,
+            is_expert=self.placements[0].expert is not None,
+            microbatch_tokens=self._runtime.tokens_of(self.name),
+            stored=self.stored,
+        )
 
     def evaluation_refusal(self, option: Option) -> str | None:
         """Return why evaluations cannot run an option that training can, or None.

@@ -240,29 +240,6 @@ def forward_only(option: Option) -> Option:
     return Option(option.fprop, "bf16", "bf16")
 
 
-def te_refusal(option: Option, machine: Machine) -> str | None:
-    """Return why Transformer Engine cannot run an option on a machine, or None if it can."""
-    for name in option.formats:
-        found, text = te_support(name, machine)
-        if not found:
-            return f"{name} on {machine}: {text}"
-    if machine.backward_override and option != forward_only(option):
-        return (
-            f"{option}: {OVERRIDE}={machine.backward_override} runs dgrad and wgrad in BF16; "
-            f"{forward_only(option)} says so"
-        )
-    recipe = te_recipe(option, machine)
-    if recipe.is_uniform:
-        return None
-    for name in recipe:
-        if not RECIPES[name].per_gemm:
-            return f"{option}: {name} takes one recipe for all three GEMMs of a linear"
-    if RECIPES_PER_GEMM in machine.te_unavailable:
-        reason = machine.te_unavailable[RECIPES_PER_GEMM]
-        return f"{option}: Transformer Engine {machine.te_version} {reason}"
-    return None
-
-
 def te_recipe(option: Option, machine: Machine) -> TERecipe:
     """Return the recipe that runs an option under Transformer Engine; `te_refusal` must be None."""
     if machine.backward_override:

@@ -21,7 +21,6 @@ same, and rank 0 reports it (`topology.Axis`). Without sequence parallelism Mega
 the positional columns of latent attention's G over these ranks; rank 0's are used.
 """
 
-import os
 import sys
 from typing import Any
 
@@ -29,10 +28,6 @@ import torch
 from torch.nn import functional
 
 from megatron_snip.errors import UnsupportedError
-from megatron_snip.formats import get_format
-from megatron_snip.linears.te.recipe import TERecipe
-from megatron_snip.linears.te.recipe_table import RECIPES, RunPrecision, recipe_of
-from megatron_snip.options import Option
 from megatron_snip.statistics.sharded import model_weight
 from megatron_snip.topology import LinearKind
 
@@ -151,128 +146,6 @@ def multiplied_input(module: Any, input: torch.Tensor, is_rounded: bool = True) 
     else:
         normal = functional.layer_norm(x, shape, gain, module.layer_norm_bias.float(), eps)
     return normal.to(input.dtype) if is_rounded else normal
-
-
-def gather_refusal(module: Any, option: Option, recipe: TERecipe) -> str | None:
-    """Return why wgrad cannot run on the input that is gathered, or None if it can.
-
-    Under sequence parallelism Transformer Engine quantizes a rank's tokens, and gathers them again
-    in the backward. If fprop and wgrad have one recipe, it gathers what was quantized for wgrad.
-    Else it dequantizes one of the two, gathers that, and quantizes the result for wgrad (2.20):
-
-        LayerNormLinear    fprop's
-        Linear             fprop's if the weight's quantizer `supports_only_rowwise_all_gather`:
-                           fprop has a scale per tensor, or dgrad is NVFP4 and fprop is not;
-                           else wgrad's
-
-    What fprop has rounded off is lost for wgrad. In a format of fewer bits that is little: NVFP4
-    after FP8 has 3 to 10 % more squared error than NVFP4 alone. In one of as many bits the error
-    can be more than twice that of the statistics, which round once. What is NVFP4 for wgrad cannot
-    be dequantized: the first backward raises NotImplementedError.
-
-    Args:
-        module: a Transformer Engine linear.
-        option: the option that is to run.
-        recipe: the recipe that runs the option.
-    """
-    if not gathers_input(module):
-        return None
-    for setting in (*RECIPES[recipe.fprop].settings, *RECIPES[recipe.wgrad].settings):
-        if setting.is_active(os.environ) and not setting.is_gathered:
-            return (
-                f"{option}: under sequence parallelism Transformer Engine cannot gather an input "
-                f"with {setting.effect} ({setting.variable})"
-            )
-    if recipe.fprop == recipe.wgrad:
-        return None
-    has_norm = getattr(module, "layer_norm_weight", None) is not None
-    if has_norm or _weight_keeps_rows(recipe):
-        if get_format(option.fprop).bits > get_format(option.wgrad).bits:
-            return None
-        return (
-            f"{option}: under sequence parallelism Transformer Engine gathers the input as fprop "
-            "quantized it, so wgrad needs fprop's format or one of fewer bits"
-        )
-    if RECIPES[recipe.wgrad].dequantizes_columns:
-        return None
-    return (
-        f"{option}: under sequence parallelism Transformer Engine cannot gather an input that is "
-        f"{recipe.wgrad} in wgrad alone; {recipe.wgrad} in fprop or dgrad as well, or another "
-        "format in wgrad"
-    )
-
-
-def _weight_keeps_rows(recipe: TERecipe) -> bool:
-    """Return whether the weight's quantizer `supports_only_rowwise_all_gather`."""
-    if RECIPES[recipe.fprop].quantization.has_tensor_scale:
-        return True
-    return recipe.fprop != recipe.dgrad and not RECIPES[recipe.dgrad].dequantizes_columns
-
-
-def shape_refusal(
-    module: Any, is_expert: bool, recipe: TERecipe, microbatch_tokens: int | None = None
-) -> str | None:
-    """Return why a linear's shapes do not fit a recipe, or None if they do.
-
-    A dense linear's tokens are those of the microbatch, divided among context-parallel ranks and,
-    under sequence parallelism, tensor-parallel ones (a rank quantizes its own part). An expert's
-    tokens depend on the router, and Megatron pads them only where the run's default is quantized,
-    for that default.
-
-    Args:
-        module: a Transformer Engine linear.
-        is_expert: whether it is an expert's.
-        recipe: what it is to run.
-        microbatch_tokens: tokens of a microbatch before they are divided; None if they vary.
-    """
-    shape = tuple(weights_of(module)[0].shape)
-    multiple = max(RECIPES[name].dim_multiple for name in recipe)
-    if any(size % multiple for size in shape):
-        return f"its weight's shard {shape} is not a multiple of {multiple} as {recipe} needs"
-    if not is_expert:
-        reason = token_refusal(module, recipe, microbatch_tokens)
-        return reason and f"{reason}; change --micro-batch-size or --seq-length"
-    needed = max(RECIPES[name].token_multiple for name in recipe)
-    padded = padded_tokens(module.config)
-    if needed == 1 or (padded > 0 and padded % needed == 0):
-        return None
-    padding = f"padded to {padded}" if padded else "not padded"
-    return (
-        f"experts' tokens are {padding} and {recipe} needs multiples of {needed}: Megatron pads "
-        "for the run's own recipe, so give it --fp8-format or --fp4-format with that recipe"
-    )
-
-
-def token_refusal(module: Any, recipe: TERecipe, microbatch_tokens: int | None) -> str | None:
-    """Return why a dense linear cannot run a recipe on a microbatch, or None if it can.
-
-    The arguments are those of `shape_refusal`.
-    """
-    multiple = max(RECIPES[name].dim_multiple for name in recipe)
-    config = module.config
-    parts = int(getattr(config, "context_parallel_size", 1))
-    if getattr(config, "sequence_parallel", False):
-        parts *= int(config.tensor_model_parallel_size)
-    if multiple == 1 or not microbatch_tokens or microbatch_tokens % (parts * multiple) == 0:
-        return None
-    divided = f" over {parts} ranks" if parts > 1 else ""
-    return (
-        f"{recipe} needs a multiple of {multiple} tokens on each rank, and a microbatch has "
-        f"{microbatch_tokens}{divided}"
-    )
-
-
-def padded_tokens(config: Any) -> int:
-    """Return what Megatron pads an expert's tokens to a multiple of; 0 where it does not."""
-    run = RunPrecision.of(config)
-    if not run.kind:
-        return 0
-    # Where experts run fused operations Megatron pads for their kernels, whatever the recipe.
-    if getattr(config, "use_transformer_engine_op_fuser", False):
-        return 256
-    # Megatron pads for a custom recipe as for one that it knows.
-    padded_as = recipe_of(run) or ("blockwise" if run.kind == "fp8" else "nvfp4")
-    return RECIPES[padded_as].token_multiple
 
 
 def _class_of(module: torch.nn.Module) -> str:

@@ -24,6 +24,7 @@ from megatron_snip.linears.te.modules import (
     splits_tokens,
     weights_of,
 )
+from megatron_snip.linears.te.refusals import copied_weight_refusal
 from megatron_snip.linears.te.stored_weight import stored_weights
 from megatron_snip.linears.te.tap import with_tap
 from megatron_snip.options import BF16, Option
@@ -55,7 +56,7 @@ class SimulatedTELinear(SimulatedLinear):
     def refusal(self, option: Option) -> str | None:
         """Return why this linear cannot run `option` here, or None if it can."""
         if self.stored is not None and option != BF16:
-            reason = self.stored.wgrad_refusal()
+            reason = copied_weight_refusal(self.module)
             if reason is not None:
                 return f"{option}: {reason}"
         return super().refusal(option)

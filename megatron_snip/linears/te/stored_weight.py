@@ -21,8 +21,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_snip.linears.te.delayed_wgrad import delays_wgrad
-from megatron_snip.linears.te.recipe import TERecipe
 from megatron_snip.quantizers.stored import high_precision, is_quantized
 
 _CARRIED = (
@@ -82,34 +80,6 @@ class StoredWeights:
     def lacks_exact(self) -> bool:
         """Whether the plan's option needs exact copies, and a weight has none."""
         return self.gets_exact and self._keeps_copies and len(self._exact) < len(self.weights)
-
-    def wgrad_refusal(self) -> str | None:
-        """Return why a copy's gradient would not reach the parameter, or None.
-
-        A delayed weight gradient is computed when the module no longer multiplies the copy. Without
-        fused accumulation Transformer Engine (`backward_dw`) then gives it to a dequantized weight,
-        which it drops.
-        """
-        if delays_wgrad(self._module) and not self._module.fuse_wgrad_accumulation:
-            return (
-                "weights are stored quantized, and their gradients are delayed, so this needs "
-                "Megatron's gradient accumulation fusion"
-            )
-        return None
-
-    def refusal(self, recipe: TERecipe, job: TERecipe) -> str | None:
-        """Return why the stored weights exclude a recipe, or None.
-
-        Args:
-            recipe: what a plan gives the linear.
-            job: what the job runs it in, which is also how its weights are stored.
-        """
-        reason = self.wgrad_refusal()
-        if reason is not None:
-            return reason
-        if self.gets_exact or {recipe.fprop, recipe.dgrad} <= {"bf16", job.fprop}:
-            return None
-        return f"weights are stored in {job.fprop}: fprop and dgrad run that or bf16"
 
     def save_exact(self, weight: torch.nn.Parameter, value: Tensor) -> None:
         """Copy what Megatron has gathered for one of the weights, before it is quantized."""

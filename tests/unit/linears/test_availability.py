@@ -17,12 +17,12 @@ from megatron_snip.linears.te.machine import (
     conflicting_settings,
     measured_format,
     te_recipe,
-    te_refusal,
     te_support,
     this_machine,
     unmeasured_settings,
 )
 from megatron_snip.linears.te.recipe_table import RECIPES, RunPrecision
+from megatron_snip.linears.te.refusals import te_refusal
 from megatron_snip.log import forget_warnings
 from megatron_snip.options import BF16, Option, enumerate_options
 from megatron_snip.topology import Topology

@@ -57,9 +57,9 @@ from megatron_snip.cli import machine as shown
 from megatron_snip.linears.availability import te_formats
 from megatron_snip.linears.te import quantizers
 from megatron_snip.linears.te.machine import (
-    Machine, measured_format, te_recipe, te_refusal, te_support, unmeasured_settings
+    Machine, measured_format, te_recipe, te_support, unmeasured_settings
 )
-from megatron_snip.linears.te.modules import gather_refusal, padded_tokens
+from megatron_snip.linears.te.refusals import gather_refusal, padded_tokens, te_refusal
 from megatron_snip.options import Option
 from megatron_snip.output import console
 from megatron_snip.planning.plan import read_plan

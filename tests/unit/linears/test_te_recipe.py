@@ -13,9 +13,9 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_snip.errors import UsageError
 from megatron_snip.files import checked
-from megatron_snip.linears.te.modules import padded_tokens, shape_refusal
 from megatron_snip.linears.te.recipe import RecipeFields, TERecipe, needed_run
 from megatron_snip.linears.te.recipe_table import RECIPES
+from megatron_snip.linears.te.refusals import padded_tokens, shape_refusal
 
 PER_GEMM = [name for name, recipe in RECIPES.items() if recipe.per_gemm]
 EVERY = [TERecipe(*names) for names in itertools.product(PER_GEMM, repeat=3)]
