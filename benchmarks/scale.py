@@ -34,8 +34,8 @@ from megatron_snip.collectives import Control
 from megatron_snip.config import SnipConfig
 from megatron_snip.divergence.quality_loss import divergence_table, planning_problem
 from megatron_snip.formats import get_format
-from megatron_snip.linears.availability import option_refusals
 from megatron_snip.linears.discovery import global_linears, own_linears
+from megatron_snip.linears.model import PlannedModel
 from megatron_snip.options import BF16, Option
 from megatron_snip.planning.plan import PrecisionPlan, assigned_plan
 from megatron_snip.run.solve import plan_from_rank_0
@@ -138,7 +138,7 @@ class Job:
         self.model: Any = SimpleNamespace(
             linears=[SimpleNamespace(name=name, refusal=lambda _: None) for name in names],
             runtime=SimpleNamespace(topology=self.topology),
-            refusals={},
+            _refusals={},
         )
         self.linears: tuple[LinearInfo, ...] = ()
         self.plan: PrecisionPlan | None = None
@@ -148,7 +148,7 @@ class Job:
         facts = self.control.gather("reading the model's linears", lambda: own_linears(self.places))
         self.linears = global_linears(facts.values)
         options = (*self.config.options, BF16)
-        option_refusals(self.model, options)
+        PlannedModel.refusals_of(self.model, options)
         self.control.on_rank_0("opening the run directory", lambda: None)
         self.plan = plan_from_rank_0(self._plan, self.control)
 

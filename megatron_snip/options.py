@@ -5,7 +5,7 @@ An option is written `fp4` when the three formats agree and `fprop-dgrad-wgrad` 
 """
 
 import itertools
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal, Self
 
@@ -58,9 +58,14 @@ class Option:
         return (self.fprop, self.dgrad, self.wgrad)
 
     @property
+    def gemm_bits(self) -> list[int]:
+        """The bits of each GEMM's format: fprop, dgrad, wgrad."""
+        return [get_format(name).bits for name in self.formats]
+
+    @property
     def bits(self) -> int:
         """The sum of the bits of its formats."""
-        return sum(get_format(name).bits for name in self.formats)
+        return sum(self.gemm_bits)
 
     def share_in(self, format_name: str) -> float:
         """Share of the linear's FLOPs that run in `format_name`: 0, 1/3, 2/3 or 1.
@@ -101,6 +106,9 @@ class Option:
 BF16 = Option.uniform("bf16")
 """The option that leaves a linear as Megatron runs it."""
 
+Refusals = Mapping[Option, Mapping[str, str]]
+"""Option -> linears that cannot run it -> reason."""
+
 
 def formats_in(entries: Iterable[str]) -> tuple[str, ...]:
     """Return the names of all formats in entries of `--snip-formats`, each once.
@@ -134,3 +142,27 @@ def enumerate_options(entries: tuple[str, ...], granularity: Granularity) -> tup
         return tuple(sorted(options, key=lambda option: -option.bits))
     ordered = sorted(formats_in(entries), key=lambda name: -get_format(name).bits)
     return tuple(Option(*formats) for formats in itertools.product(ordered, repeat=3))
+
+
+def nearest_option(option: Option, candidates: Iterable[Option]) -> Option:
+    """Return `option` if it is a candidate, else the nearest one of no lower precision, else BF16.
+
+    "Of no lower precision": with at least as many bits in every GEMM. The nearest one of these has
+    the fewest bits in total; it is the first of them on a tie.
+    """
+    options = (*candidates, BF16)
+    if option in options:
+        return option
+
+    def is_no_lower(other: Option) -> bool:
+        pairs = zip(other.gemm_bits, option.gemm_bits, strict=True)
+        return all(bits >= least for bits, least in pairs)
+
+    return min(filter(is_no_lower, options), key=lambda other: other.bits)
+
+
+def reasons(refused: Mapping[str, str]) -> str:
+    """Return the first three distinct reasons why linears cannot run an option, in one line."""
+    distinct = list(dict.fromkeys(refused.values()))
+    more = f" and {len(distinct) - 3} other reasons" if len(distinct) > 3 else ""
+    return "; ".join(distinct[:3]) + more

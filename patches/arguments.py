@@ -177,7 +177,7 @@ def _auto_formats(config: SnipConfig, args: argparse.Namespace) -> tuple[str, ..
 
     The model decides which two of the formats it is: a stored weight may not allow the lowest.
     """
-    from megatron_snip.linears.availability import te_formats
+    from megatron_snip.linears.auto_formats import te_formats
     from megatron_snip.linears.te.machine import this_machine
 
     if config.backend == "simulate" or args.transformer_impl != "transformer_engine":

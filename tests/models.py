@@ -24,7 +24,7 @@ from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 from megatron_snip.config import SnipConfig
-from megatron_snip.linears.availability import resolve_formats
+from megatron_snip.linears.auto_formats import resolve_formats
 from megatron_snip.linears.model import PlannedModel
 from megatron_snip.options import Option
 from megatron_snip.run.plans import RunPlans
@@ -219,7 +219,8 @@ def ours(caplog: Any) -> list[Any]:
 def resolved(model: Any, **settings: Any) -> SnipConfig:
     """The settings with the formats that `auto` means for a model."""
     config = SnipConfig(**settings)
-    return resolve_formats(config, PlannedModel([model], Topology(), 7, config.backend))
+    under = PlannedModel([model], Topology(), 7, config.backend)
+    return resolve_formats(config, under.job, under.refusals_of)[0]
 
 
 def run_plans(model: Any, tokens: int | None = None, **settings: Any) -> RunPlans:

@@ -34,10 +34,9 @@ from megatron_snip.linears.te.precision_config import (
 from megatron_snip.linears.te.recipe import TERecipe, needed_run
 from megatron_snip.linears.te.recipe_table import RECIPES, GemmRecipe, RunPrecision
 from megatron_snip.linears.te.refusals import te_refusal
-from megatron_snip.options import BF16, Option
+from megatron_snip.options import BF16, Option, nearest_option
 from megatron_snip.output import yaml_text
 from megatron_snip.planning.plan import PrecisionPlan, read_plan
-from megatron_snip.planning.restrictions import nearest_option
 from megatron_snip.planning.stage_layers import StageLayers, outer_layer
 from megatron_snip.types import split_linear_name
 from megatron_snip.version import __version__

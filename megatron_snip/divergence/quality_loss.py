@@ -65,7 +65,7 @@ from megatron_snip.config import LossDivergence, SnipConfig
 from megatron_snip.errors import UsageError
 from megatron_snip.files import read_json, without_nan
 from megatron_snip.log import warn_once
-from megatron_snip.options import BF16, Option
+from megatron_snip.options import BF16, Option, Refusals
 from megatron_snip.planning.fixed import FixedLinears
 from megatron_snip.planning.problem import (
     MAX_MAGNITUDE,
@@ -74,7 +74,6 @@ from megatron_snip.planning.problem import (
     PlanningProblem,
     norms_score,
 )
-from megatron_snip.planning.restrictions import Refusals
 from megatron_snip.statistics.records import (
     SCHEMA_VERSION,
     LinearStatistics,

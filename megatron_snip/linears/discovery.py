@@ -343,18 +343,16 @@ def global_linears(of_ranks: Iterable[list[list[Any]]]) -> tuple[LinearInfo, ...
 
 
 def stage_layers(
-    linears: Sequence[LinearInfo], topology: Topology, num_chunks: int
+    linears: Sequence[LinearInfo], num_stages: int, num_chunks: int
 ) -> StageLayers | None:
     """Return which layers each pipeline stage holds; None if two of its layers have one number.
 
     Args:
         linears: every linear of the model, as `global_linears` returns them.
-        topology: this rank's place.
+        num_stages: number of pipeline stages.
         num_chunks: number of model chunks of each stage.
     """
-    found: list[list[dict[str, int]]] = [
-        [{} for _ in range(num_chunks)] for _ in range(topology.num_stages)
-    ]
+    found: list[list[dict[str, int]]] = [[{} for _ in range(num_chunks)] for _ in range(num_stages)]
     for linear in linears:
         layer, _, _ = outer_layer(linear.name)
         found[linear.stage][linear.chunk][layer] = linear.layer_in_chunk

@@ -3,8 +3,7 @@
 from collections import Counter
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,7 +13,8 @@ from megatron_snip.collectives import Gathered
 from megatron_snip.config import Backend
 from megatron_snip.errors import UnsupportedError
 from megatron_snip.formats import Format
-from megatron_snip.linears.discovery import find_linears, global_linears, own_linears, stage_layers
+from megatron_snip.linears.discovery import find_linears, own_linears
+from megatron_snip.linears.job import Job, job_of
 from megatron_snip.linears.megatron_linear import SimulatedMegatronLinear
 from megatron_snip.linears.planned_linear import PlannedLinear
 from megatron_snip.linears.runtime import Runtime
@@ -31,38 +31,11 @@ from megatron_snip.linears.te.machine import (
 )
 from megatron_snip.linears.te.modules import te_kind
 from megatron_snip.linears.te.simulated import SimulatedTELinear
-from megatron_snip.options import BF16, Option
-from megatron_snip.planning.fixed import FixedLinears, Source
+from megatron_snip.options import BF16, Option, Refusals
+from megatron_snip.planning.fixed import FixedLinears
 from megatron_snip.planning.plan import PrecisionPlan
 from megatron_snip.statistics.sharded import local
 from megatron_snip.topology import LinearInfo, Placement, Topology
-
-
-@dataclass(frozen=True)
-class Job:
-    """What the job runs without SNIP; the same on all ranks.
-
-    Attributes:
-        options: the option that stands for what each linear runs.
-        rules: which of the job's own rules fixes it, of the linears that one fixes.
-        ties: groups of linears that must have one option, in model order.
-        unused_rules: rules of the precision file that decide for no module of any rank.
-        has_te: whether Transformer Engine runs linears of any rank.
-    """
-
-    options: Mapping[str, Option]
-    rules: Mapping[str, Source] = field(default_factory=dict)
-    ties: tuple[tuple[str, ...], ...] = ()
-    unused_rules: tuple[str, ...] = ()
-    has_te: bool = False
-
-    def tied_to(self, name: str) -> tuple[str, ...]:
-        """Return the linears that have the option of this one, itself among them."""
-        return self._groups.get(name, (name,))
-
-    @cached_property
-    def _groups(self) -> dict[str, tuple[str, ...]]:
-        return {name: names for names in self.ties for name in names}
 
 
 class PlannedModel:
@@ -75,11 +48,7 @@ class PlannedModel:
         machine: what decides how Transformer Engine's linears run.
         linears: this rank's linears, in model order; a grouped linear once.
         all_linears: every linear of the model, in the same order on all ranks.
-        num_experts: number of experts of each linear that has any; the same on all ranks.
-        stage_layers: which layers each pipeline stage holds, the same on all ranks; None where
-            two layers of a chunk have one number.
         job: what the job runs without SNIP; the same on all ranks.
-        refusals: what `option_refusals` has found so far; the same on all ranks.
         changes: how often the option of each linear of the model has changed; the same on all
             ranks.
     """
@@ -109,25 +78,16 @@ class PlannedModel:
         self.machine: Machine
         self.linears: list[PlannedLinear] = []
         self._overrides: list[FreshWeights | GatheredWeights | FusedMLP] = []
-        self._own_ties: list[list[str]] = []
-        self._own_rules: dict[str, Source] = {}
-        self._own_file_rules: dict[str, bool] = {}
+        self._refusals: dict[Option, dict[str, str]] = {}
         reading = partial(self._own_facts, backend)
         facts = topology.control.gather("reading the model's linears", reading).values
-        self.all_linears: tuple[LinearInfo, ...] = global_linears(rank["linears"] for rank in facts)
-        self.num_experts = {name: n for rank in facts for name, n in rank["experts"].items()}
-        self.stage_layers = stage_layers(self.all_linears, topology, len(self.chunks))
-        self.refusals: dict[Option, dict[str, str]] = {}
-        self.job = self._job_of(facts)
-        if self.job.has_te and self.backend == "simulate" and backend != "simulate":
+        if any(rank["has_te"] for rank in facts) and self.backend == "simulate":
             # A pipeline stage without layers: its settings and records are those of the others.
             self.backend = "te"
             self.machine = this_machine(True, self.config)
-        if not self.all_linears:
-            raise UnsupportedError(
-                "the model's layers have no linears to plan: neither Megatron's "
-                "ColumnParallelLinear and RowParallelLinear nor Transformer Engine's"
-            )
+        varies = self.runtime.microbatch_tokens is None
+        self.job: Job = job_of(facts, topology.num_stages, len(self.chunks), self.machine, varies)
+        self.all_linears: tuple[LinearInfo, ...] = self.job.linears
 
     @property
     def config(self) -> Any:
@@ -222,6 +182,27 @@ class PlannedModel:
         if any(each.lacks_copies for each in gathered):
             gather_weights(self.chunks, optimizer)
 
+    def refusals_of(self, options: Iterable[Option]) -> Refusals:
+        """All ranks, with the same options in the same order: return which linears refuse them."""
+        wanted = list(dict.fromkeys(options))
+        unknown = [option for option in wanted if option not in self._refusals]
+        if unknown:
+
+            def own_refusals() -> list[dict[str, str]]:
+                own: list[dict[str, str]] = []
+                for option in unknown:
+                    reason_of = {linear.name: linear.refusal(option) for linear in self.linears}
+                    own.append({name: why for name, why in reason_of.items() if why is not None})
+                return own
+
+            found: dict[Option, dict[str, str]] = {option: {} for option in unknown}
+            control = self.runtime.topology.control
+            for rank in control.gather("finding what linears can run", own_refusals).values:
+                for option, refused in zip(unknown, rank, strict=True):
+                    found[option].update(refused)
+            self._refusals |= found
+        return {option: self._refusals[option] for option in wanted}
+
     def evaluation_refusals(self, options: Sequence[Option] = ()) -> list[str]:
         """All ranks: return why evaluations cannot run options that training can run.
 
@@ -262,51 +243,6 @@ class PlannedModel:
     def has_fused_mlps(self) -> bool:
         """Whether MLPs of any rank run fused operations; the same on all ranks."""
         return bool(self.job.ties)
-
-    def _own_facts(self, backend: Backend) -> dict[str, Any]:
-        """Find this rank's linears; return what all ranks must know of them, as JSON.
-
-        Raises:
-            UnsupportedError: if a backend cannot run one of them.
-        """
-        placements = self._plan_own_linears(backend)
-        return {
-            "linears": own_linears(placements),
-            "experts": {
-                linear.name: int(linear.module.config.num_moe_experts)
-                for linear in self.linears
-                if linear.placements[0].expert is not None
-            },
-            "has_te": self.backend == "te",
-            "options": {linear.name: str(linear.job_option) for linear in self.linears},
-            "rules": self._own_rules,
-            "ties": self._own_ties,
-            "file": self._own_file_rules,
-        }
-
-    def _job_of(self, facts: Iterable[Mapping[str, Any]]) -> Job:
-        """Return what the job runs without SNIP, given the facts of all ranks."""
-        has_te = False
-        options: dict[str, Option] = {}
-        rules: dict[str, Source] = {}
-        ties: set[tuple[str, ...]] = set()
-        decides: dict[str, bool] = {}
-        for rank in facts:
-            has_te |= rank["has_te"]
-            options |= {name: Option.parse(text) for name, text in rank["options"].items()}
-            rules |= {name: Source(text) for name, text in rank["rules"].items()}
-            ties |= {tuple(names) for names in rank["ties"]}
-            # A rule may match modules of another pipeline stage alone.
-            for rule, does in rank["file"].items():
-                decides[rule] = does or decides.get(rule, False)
-        order = {linear.name: i for i, linear in enumerate(self.all_linears)}
-        return Job(
-            options,
-            rules,
-            tuple(sorted(ties, key=lambda names: order[names[0]])),
-            tuple(rule for rule, does in decides.items() if not does),
-            has_te,
-        )
 
     @property
     def experts_run_as_the_job(self) -> bool:
@@ -382,8 +318,8 @@ class PlannedModel:
             if weight.requires_grad
         }
 
-    def _plan_own_linears(self, backend: Backend) -> list[Placement]:
-        """Find this rank's linears and put each under its backend; return where they are.
+    def _own_facts(self, backend: Backend) -> dict[str, Any]:
+        """Find this rank's linears, put each under its backend, and return what `job_of` needs.
 
         Raises:
             UnsupportedError: if a backend cannot run one of them.
@@ -391,7 +327,7 @@ class PlannedModel:
         found = find_linears(self.chunks, self.runtime.topology)
         with_te = backend != "simulate" and any(te_kind(module) for module, _ in found)
         self.backend = "te" if with_te else "simulate"
-        self.machine = this_machine(with_te, self.config if with_te else None)
+        self.machine = this_machine(with_te, self.config)
         fused_modules = {id(each) for chunk in self.chunks for each in fused_linears(chunk)}
         self.linears = [
             self._planned(module, places, backend, id(module) in fused_modules)
@@ -402,8 +338,6 @@ class PlannedModel:
             each.name: rule_of(each.module, each.name, id(each.module) in fused_modules)
             for each in self.linears
         }
-        self._own_rules = {name: rule for name, rule in rules.items() if rule is not None}
-        self._own_file_rules = file_rules(self.chunks)
         fused: list[FusedMLP] = []
         for chunk in self.chunks:
             fused += fused_mlps(chunk, self.linears, self.runtime)
@@ -412,8 +346,19 @@ class PlannedModel:
                 stored = [linear.stored for linear in keeping if linear.stored is not None]
                 self._overrides += [FreshWeights(chunk, keeping), GatheredWeights(chunk, stored)]
         self._overrides += fused
-        self._own_ties = [list(mlp.names) for mlp in fused]
-        return [placement for _, placements in found for placement in placements]
+        return {
+            "linears": own_linears([placement for _, places in found for placement in places]),
+            "experts": {
+                linear.name: int(linear.module.config.num_moe_experts)
+                for linear in self.linears
+                if linear.placements[0].expert is not None
+            },
+            "has_te": self.backend == "te",
+            "options": {linear.name: str(linear.job_option) for linear in self.linears},
+            "rules": {name: rule for name, rule in rules.items() if rule is not None},
+            "ties": [list(mlp.names) for mlp in fused],
+            "file": file_rules(self.chunks),
+        }
 
     def _planned(
         self,

@@ -1,6 +1,6 @@
 """Linears whose option is fixed before any plan is made: by the user, the job's rules or limits.
 
-`with_fixed_linears` (run/feasibility.py) makes the one list of a run, which all its plans obey.
+`available_options` (linears/availability.py) makes the one list of a run; all its plans obey it.
 """
 
 from collections.abc import Mapping, Sequence

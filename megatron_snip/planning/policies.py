@@ -24,7 +24,7 @@ from typing import Literal, TypeVar
 import numpy as np
 
 from megatron_snip.errors import UsageError, did_you_mean
-from megatron_snip.options import Option
+from megatron_snip.options import Option, nearest_option
 from megatron_snip.planning.constraints import (
     Constraints,
     Task,
@@ -34,7 +34,6 @@ from megatron_snip.planning.constraints import (
 )
 from megatron_snip.planning.option_table import Ints, Mask, OptionTable
 from megatron_snip.planning.problem import PlanningProblem, norms_score, parse_option
-from megatron_snip.planning.restrictions import nearest_option
 from megatron_snip.planning.search import Solution, lower_bound, solve
 from megatron_snip.planning.settings import PlanSettings
 from megatron_snip.types import Gemm, natural_key

@@ -1,27 +1,19 @@
 """Whether any plan satisfies the settings, asked before the first iteration.
 
 A target of the user's that no plan reaches ends the run with an error (`check_settings`). The
-default target is lowered to what the linears can reach, with a warning (`reachable_target`). Before
-that, `with_fixed_linears` makes the list of the linears that are fixed.
+default target is lowered to what the linears can reach, with a warning (`reachable_target`).
 """
 
-from collections.abc import Sequence
-from dataclasses import replace
-
 from megatron_snip.config import FREE, SnipConfig
-from megatron_snip.errors import InfeasiblePlanError, UsageError, listing, naming_field
+from megatron_snip.errors import InfeasiblePlanError, UsageError, naming_field
 from megatron_snip.linears.availability import AvailableOptions
-from megatron_snip.options import BF16, Option
 from megatron_snip.planning.constraints import make_constraints
-from megatron_snip.planning.fixed import Fixed, Source, fixed_pins, summary
+from megatron_snip.planning.fixed import summary
 from megatron_snip.planning.option_table import make_table
 from megatron_snip.planning.policies import get_policy
 from megatron_snip.planning.problem import PlanningProblem
-from megatron_snip.planning.restrictions import nearest_option, reasons
 from megatron_snip.planning.settings import PlanSettings
-from megatron_snip.planning.ties import TIED, merged
-from megatron_snip.topology import LinearInfo
-from megatron_snip.types import glob_matches
+from megatron_snip.planning.ties import merged
 
 
 def check_settings(
@@ -84,126 +76,8 @@ def check_constraints(
         constraints.checked_task()
 
 
-def with_fixed_linears(
-    config: SnipConfig, linears: Sequence[LinearInfo], available: AvailableOptions
-) -> AvailableOptions:
-    """Return what the linears can run with the list of what is fixed, and with warnings.
-
-    The first of these that applies to a linear fixes it:
-
-        a pin               its option. A linear that cannot run it, among others that match the
-                            glob, gets the nearest option of no lower precision
-        a tie to such one   the same option
-        `GLOB=free`         nothing: the job's own rules do not count
-        a rule of the job   what the job runs there
-        a tie to such one   the same option
-        no other choice     what the job runs there
-
-    Args:
-        config: the run's settings.
-        linears: all linears of the model.
-        available: what they can run.
-
-    Raises:
-        UsageError: for a pin that matches no linear, whose option no linear that it matches can
-            run, or that contradicts another pin; and for a pin to BF16 of linears that cannot run
-            it.
-    """
-    names = [linear.name for linear in linears]
-    job = available.job
-    fixed, warnings = _pinned(config, names, available)
-    freed = {name for glob in config.free_globs for name in _matching(names, glob)}
-    for name, rule in job.rules.items():
-        if name not in freed:
-            fixed.setdefault(name, Fixed(job.options[name], rule))
-    for name in names:
-        for other in job.tied_to(name):
-            if other in fixed:
-                fixed.setdefault(name, Fixed(fixed[other].option, Source.TIE))
-        runs = {option for option in available.options if available.can_run(name, option)}
-        if runs <= {job.options[name]} and runs != set(available.options):
-            fixed.setdefault(name, Fixed(job.options[name], Source.LIMIT))
-    in_order = {name: fixed[name] for name in names if name in fixed}
-    if freed and freed.isdisjoint(job.rules):
-        warnings.append(
-            f"--snip-pins {config.free_globs[0]}={FREE} frees nothing: no rule of the job fixes "
-            "such a linear"
-        )
-    if job.unused_rules:
-        warnings.append(
-            f"{len(job.unused_rules)} rules of {Source.FILE} decide for no module of any rank: "
-            f"{listing(job.unused_rules, 3)}"
-        )
-    return replace(
-        available,
-        fixed=in_order,
-        pins=fixed_pins(in_order, names, config.pin_pairs),
-        warnings=(*available.warnings, *warnings),
-    )
-
-
-def _pinned(
-    config: SnipConfig, names: Sequence[str], available: AvailableOptions
-) -> tuple[dict[str, Fixed], list[str]]:
-    """Return what the pins fix, with the linears that are tied to theirs, and warnings."""
-    fixed: dict[str, Fixed] = {}
-    pin_of: dict[str, str] = {}
-
-    def fix(name: str, option: Option, pin: str, source: Source) -> None:
-        other = pin_of.setdefault(name, pin)
-        if fixed.setdefault(name, Fixed(option, source)).option != option:
-            text = f"'{other}' and '{pin}' give {name} two options; drop one of them"
-            raise UsageError(text, "pins")
-
-    warnings = []
-    for glob, option in config.pin_pairs:
-        pin = f"{glob}={option}"
-        matching = _matching(names, glob)
-        unable = [name for name in matching if not available.can_run(name, option)]
-        refused = available.refusals.get(option, {})
-        why = reasons({name: refused.get(name, TIED) for name in unable})
-        # No other option has as many bits as bf16.
-        if unable and (option == BF16 or unable == matching):
-            raise UsageError(f"'{pin}': {listing(unable, 3)} cannot run {option}: {why}", "pins")
-        found = {name: _runnable(name, option, available) for name in matching}
-        for name, runs in found.items():
-            fix(name, runs, pin, Source.PIN)
-            for other in available.job.tied_to(name):
-                fix(other, runs, pin, Source.TIE)
-        if unable:
-            others = ", ".join(dict.fromkeys(str(found[name]) for name in unable))
-            warnings.append(
-                f"pin {pin}: {len(unable)} of {len(matching)} linears run {others} instead: "
-                f"{listing(unable, 3)}: {why}"
-            )
-    return fixed, warnings
-
-
-def _matching(names: Sequence[str], glob: str) -> list[str]:
-    """Return the names that match a glob of the pins.
-
-    Raises:
-        UsageError: if none does.
-    """
-    matching = [name for name in names if glob_matches(name, glob)]
-    if not matching:
-        text = f"'{glob}': no linear's name matches; names look like '{names[0]}'"
-        raise UsageError(text, "pins")
-    return matching
-
-
-def _runnable(name: str, option: Option, available: AvailableOptions) -> Option:
-    """Return an option for a linear, or the nearest one that it can run of no lower precision."""
-    if available.can_run(name, option):
-        return option
-    job = available.job.options[name]
-    options = [other for other in available.options if available.can_run(name, other)] or [job]
-    nearest = nearest_option(option, options)
-    return nearest if nearest in options or available.can_run(name, BF16) else job
-
-
 def reachable_target(
-    config: SnipConfig, linears: Sequence[LinearInfo], available: AvailableOptions
+    config: SnipConfig, available: AvailableOptions
 ) -> tuple[SnipConfig, list[str]]:
     """Return the settings with a default target that leaves a choice, and warnings.
 
@@ -213,8 +87,7 @@ def reachable_target(
 
     Args:
         config: the run's settings.
-        linears: all linears of the model.
-        available: what they can run, and what is fixed.
+        available: what the linears can run, and what is fixed.
 
     Raises:
         UsageError: if the options leave no linear a choice.
@@ -225,14 +98,14 @@ def reachable_target(
     with naming_field("policy"):
         if not get_policy(config.policy).heeds_target:
             return config, []
-    problem = available.problem_without_measurements(linears, target=1.0)
+    problem = available.problem_without_measurements(target=1.0)
     has_choice = any(
         len(row.options) > 1 and row.name not in available.fixed for row in problem.linears
     )
     if len(available.options) > 1 and not has_choice:
         text = f"nothing is left to plan with --snip-formats {','.join(config.formats)}"
         if available.fixed:
-            text += f": {summary(available.fixed, len(linears))}"
+            text += f": {summary(available.fixed, len(problem.linears))}"
         raise UsageError(text + _advice(problem, available, 0.0))
     best = 1.0
     try:
@@ -275,12 +148,12 @@ def _advice(problem: PlanningProblem, available: AvailableOptions, reached: floa
     total = sum(row.flops for row in problem.linears)
     best = ("", reached)
     for formats, (higher, lower) in available.alternatives.items():
-        runs = [row for row in free if available.can_run(row.name, lower)]
+        runs = [row for row in free if available.why_not(row.name, lower) is None]
         flops = sum(row.flops for row in runs)
         for row in problem.linears:
             if row.name in ruled:
                 flops += row.flops * ruled[row.name].option.share_in(lower.fprop)
-        can_choose = any(available.can_run(row.name, higher) for row in runs)
+        can_choose = any(available.why_not(row.name, higher) is None for row in runs)
         if can_choose and flops > best[1] * total * (1 + 1e-9):
             best = (formats, flops / total)
     if best[0]:

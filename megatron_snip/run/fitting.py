@@ -17,12 +17,11 @@ from typing import Any
 
 from megatron_snip.config import SnipConfig
 from megatron_snip.errors import UsageError
-from megatron_snip.linears.availability import AvailableOptions, option_refusals
+from megatron_snip.linears.availability import AvailableOptions
 from megatron_snip.linears.model import PlannedModel
-from megatron_snip.options import BF16, Option
+from megatron_snip.options import BF16, Option, Refusals, nearest_option, reasons
 from megatron_snip.planning.plan import PrecisionPlan, StageAndFlops, assigned_plan
 from megatron_snip.planning.problem import LinearChoices, OptionCost, PlanningProblem, parse_option
-from megatron_snip.planning.restrictions import Refusals, nearest_option, reasons
 from megatron_snip.planning.ties import TIED
 from megatron_snip.run.solve import PendingProblem
 
@@ -86,7 +85,7 @@ class Fitting:
         plan.check_against(self._stage_and_flops)
         used = plan.linears.values()
         candidates = (*used, *self._available.options, *self._fixed_options, BF16)
-        refusals = option_refusals(self._model, candidates)
+        refusals = self._model.refusals_of(candidates)
         replaced = []
         for name, old in plan.linears.items():
             replacement = self._replacement(name, old, refusals)
@@ -97,7 +96,7 @@ class Fitting:
         for replacement in list(self._untied(linears, refusals)):
             replaced.append(replacement)
             linears[replacement.linear] = replacement.new
-        stage_layers = self._available.stage_layers
+        stage_layers = self._available.job.stage_layers
         fitted = assigned_plan(
             linears,
             self._stage_and_flops,
@@ -168,7 +167,7 @@ class Fitting:
             rows.append(row.model_copy(update={"stage": stage}))
         problem = problem.model_copy(update={"linears": tuple(rows)})
         options = dict.fromkeys(parse_option(name) for row in rows for name in row.options)
-        refusals = option_refusals(self._model, options)
+        refusals = self._model.refusals_of(options)
         problem = problem.with_options(self._allowed)
         return replace(self._available, refusals=refusals).restrict(problem)
 

@@ -11,7 +11,6 @@ from megatron_snip.formats import get_format
 from megatron_snip.planning.option_table import TOLERANCE
 from megatron_snip.planning.plan import PrecisionPlan
 from megatron_snip.planning.problem import LinearChoices, OptionCost, PlanningProblem, parse_option
-from megatron_snip.planning.restrictions import bits_of
 from megatron_snip.target_schedule import TargetSchedule
 from megatron_snip.types import Gemm
 
@@ -42,7 +41,7 @@ def healing_problem(
         return problem
     lowest = get_format(config.lowest_format).bits
     is_early = [(gemm == Gemm.FPROP) == (config.heal_order == "forward") for gemm in Gemm]
-    current = {name: bits_of(option) for name, option in plan.linears.items()}
+    current = {name: option.gemm_bits for name, option in plan.linears.items()}
     usable = _usable(problem)
     late_flops = _late_flops(problem, usable, current, is_early, lowest)
     total = sum(row.flops for row in problem.linears)
@@ -64,7 +63,7 @@ def healing_problem(
         for text, cost in row.options.items():
             if text not in usable[row.name]:
                 continue
-            gemms = zip(current[row.name], bits_of(parse_option(text)), is_early, strict=True)
+            gemms = zip(current[row.name], parse_option(text).gemm_bits, is_early, strict=True)
             if all(may_become(old, new, early) for old, new, early in gemms):
                 raised[text] = cost
         return raised or row.options
@@ -92,7 +91,7 @@ def _late_flops(
     for row in problem.linears:
         late = [gemm for gemm, early in enumerate(is_early) if not early]
         now = [bits[row.name][gemm] for gemm in late]
-        options = [bits_of(parse_option(text)) for text in usable[row.name]]
+        options = [parse_option(text).gemm_bits for text in usable[row.name]]
         # Where what the linear has now is forbidden, its late GEMMs rise in any case.
         if any([option[gemm] for gemm in late] == now for option in options):
             flops += row.flops * now.count(lowest) / 3

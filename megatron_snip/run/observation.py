@@ -182,7 +182,7 @@ class Observations:
             return Refresh(failure=str(failure))
         formats = self._model.measured_formats(self._formats)
         seed = self._model.runtime.seed
-        num_experts = self._model.num_experts
+        num_experts = self._model.job.num_experts
         settings = MeasureSettings(formats, iteration, seed, num_experts=num_experts)
         rows_by_sender = self._dispatch.rows_by_sender
         observer = StepObserver(settings, self._topology, sensitivities, rows_by_sender)

@@ -21,7 +21,7 @@ from pathlib import Path
 from megatron_snip.config import SnipConfig
 from megatron_snip.errors import naming_field
 from megatron_snip.formats import get_format
-from megatron_snip.linears.availability import AvailableOptions, available_options, resolve_formats
+from megatron_snip.linears.availability import AvailableOptions, available_options
 from megatron_snip.linears.calibrate import timed_options
 from megatron_snip.linears.model import PlannedModel
 from megatron_snip.options import BF16, Option
@@ -36,11 +36,7 @@ from megatron_snip.planning.planner import make_plan
 from megatron_snip.planning.policies import UNIFORM, get_policy
 from megatron_snip.planning.problem import PlanningProblem
 from megatron_snip.planning.settings import PlanSettings
-from megatron_snip.run.feasibility import (
-    check_settings,
-    reachable_target,
-    with_fixed_linears,
-)
+from megatron_snip.run.feasibility import check_settings, reachable_target
 from megatron_snip.run.fitting import Fitting, describe
 from megatron_snip.run.plan_file import check_plan_file, recipe_changes
 from megatron_snip.run.solve import plan_from_rank_0
@@ -125,12 +121,10 @@ class RunPlans:
         self._control = model.runtime.topology.control
         self._file_plan = self._plan_of_file(config.plan_file)
         self.file_digest = None if self._file_plan is None else self._file_plan.digest
-        config = resolve_formats(config, model)
-        available = available_options(model, config)
-        available = with_fixed_linears(config, model.all_linears, available)
+        config, available = available_options(config, model.job, model.refusals_of)
         if config.cost == "time" and not config.collect_only:
             available = timed_options(available, model, config, calibration_cache)
-        self.config, about_target = reachable_target(config, model.all_linears, available)
+        self.config, about_target = reachable_target(config, available)
         self.available: AvailableOptions = replace(
             available, warnings=(*available.warnings, *about_target)
         )
@@ -244,7 +238,7 @@ class RunPlans:
 
     def problem_without_measurements(self, target: float) -> PlanningProblem:
         """Return the problem before any measurement: all quality losses are 0."""
-        return self.available.problem_without_measurements(self._model.all_linears, target)
+        return self.available.problem_without_measurements(target)
 
     def job_fallback(self, plan: PrecisionPlan, iteration: int) -> PrecisionPlan:
         """Return what the guard falls back to where no other plan is left: what the job runs.
@@ -269,7 +263,7 @@ class RunPlans:
             lowest_format=self.config.lowest_format,
             policy=policy,
             iteration=iteration,
-            stage_layers=self.available.stage_layers,
+            stage_layers=self.available.job.stage_layers,
         )
 
     # ---- what differs from another run ----------------------------------------------------------

@@ -26,7 +26,7 @@ def test_an_option_names_what_its_gemms_multiply(changes: dict[str, Any]) -> Non
     config = resolved(model, formats=("bf16", "fp8", "fp4"))
     assert config.formats == ("bf16", "fp8-bf16-bf16", "fp4-bf16-bf16")
     under = planned(model)
-    assert available_options(under, config).options == config.options
+    assert available_options(config, under.job, under.refusals_of)[1].options == config.options
     words = {"bf16": "bf16", "fp8": "mxfp8", "fp4": "nvfp4"}
     for option in config.options:
         under.apply(assignment(under, str(option)))

@@ -8,6 +8,7 @@ import torch
 from megatron_snip.config import SnipConfig
 from megatron_snip.errors import UsageError
 from megatron_snip.linears.model import PlannedModel
+from megatron_snip.log import forget_warnings
 from megatron_snip.options import BF16, Option
 from megatron_snip.planning.fixed import Source
 from megatron_snip.planning.planner import make_plan
@@ -151,6 +152,7 @@ def test_experts_that_cannot_run_nvfp4_leave_the_choice_between_bf16_and_fp8(
 ) -> None:
     """Their tokens are padded to 32 in an MXFP8 job; they have most of the FLOPs."""
     experts = {**EXPERTS, "moe_ffn_hidden_size": 128}
+    forget_warnings()
     with caplog.at_level("INFO", "megatron_snip"):
         assert resolved(build(grouped=True, **MXFP8, **experts)).formats == ("bf16", "fp8")
     (line,) = [text for text in caplog.messages if text.startswith("snip: formats auto")]

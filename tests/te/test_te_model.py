@@ -110,7 +110,7 @@ def test_the_backend_must_fit_the_linears() -> None:
 
 def available(model: Any, tokens: int | None = 1024, **settings: Any) -> AvailableOptions:
     under = PlannedModel([model], Topology(), 0, microbatch_tokens=tokens)
-    return available_options(under, SnipConfig(**settings))
+    return available_options(SnipConfig(**settings), under.job, under.refusals_of)[1]
 
 
 def test_microbatches_of_varying_length_are_to_be_padded() -> None:

@@ -308,8 +308,8 @@ def test_auto_leaves_out_what_no_stored_weight_allows(
     every = ("fp8", "fp4")
     assert resolved(model, collect_only=True).formats == every
     assert resolved(job(recipe, stored=False)).formats == every
-    config = resolved(model)
-    available = available_options(PlannedModel([model], Topology(), 7), config)
+    under = PlannedModel([model], Topology(), 7)
+    _, available = available_options(SnipConfig(), under.job, under.refusals_of)
     assert [str(option) for option in available.options] == list(formats)
     assert not any(available.refusals[option] for option in available.options)
 

@@ -20,7 +20,6 @@ from megatron_snip.options import Option
 from megatron_snip.planning.calibration import read_calibration
 from megatron_snip.planning.planner import make_plan
 from megatron_snip.planning.settings import PlanSettings
-from megatron_snip.run.feasibility import with_fixed_linears
 from megatron_snip.topology import Topology
 from tests.models import BATCH, SEQUENCE, assignment, build, losses, planned, ran
 from tests.te_on_cpu import probe
@@ -62,7 +61,7 @@ class Clock:
 def timed(cache: Path | None, **settings: Any) -> tuple[PlannedModel, AvailableOptions]:
     config = SnipConfig(cost="time", **{"formats": ("fp8", "fp4"), **settings})
     model = PlannedModel([build()], Topology(), 0, microbatch_tokens=SEQUENCE * BATCH)
-    available = with_fixed_linears(config, model.all_linears, available_options(model, config))
+    _, available = available_options(config, model.job, model.refusals_of)
     return model, timed_options(available, model, config, cache)
 
 
@@ -137,8 +136,9 @@ def test_where_nothing_is_faster_time_cannot_be_the_objective(
         timed(None)
     config = SnipConfig(cost="time")
     simulated = PlannedModel([build()], Topology(), 0, "simulate")
+    _, available = available_options(config, simulated.job, simulated.refusals_of)
     with pytest.raises(UnsupportedError, match="never faster than bf16; give the seconds"):
-        timed_options(available_options(simulated, config), simulated, config, None)
+        timed_options(available, simulated, config, None)
 
 
 def test_what_cannot_be_measured_is_not_used_and_without_bf16_the_run_is_refused(
@@ -165,6 +165,7 @@ def test_tokens_that_a_recipe_cannot_take_are_found_before_training(
     model = build()
     model.config.tensor_model_parallel_size, model.config.sequence_parallel = tensor, parallel
     parts = tensor if parallel else 1
+    config = SnipConfig(formats=("bf16", "fp8"))
     for tokens, fits in ((32 * parts, True), (24 * parts, False), (32 * parts + 16, False)):
         under = PlannedModel([model], Topology(), 0, microbatch_tokens=tokens)
         assert all((linear.refusal(FP8) is None) == fits for linear in under.linears)
@@ -172,7 +173,7 @@ def test_tokens_that_a_recipe_cannot_take_are_found_before_training(
             with pytest.raises(
                 UnsupportedError, match=f"multiple of 32 tokens.*{tokens}"
             ) as caught:
-                available_options(under, SnipConfig(formats=("bf16", "fp8")))
+                available_options(config, under.job, under.refusals_of)
             assert "--micro-batch-size or --seq-length" in str(caught.value)
             assert "\n" not in str(caught.value)
 

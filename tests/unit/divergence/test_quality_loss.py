@@ -22,11 +22,10 @@ from megatron_snip.divergence.quality_loss import (
     weight_divergence,
 )
 from megatron_snip.log import forget_warnings
-from megatron_snip.options import Granularity, Option, enumerate_options
+from megatron_snip.options import Granularity, Option, Refusals, enumerate_options
 from megatron_snip.planning.fixed import Fixed, FixedLinears, Source
 from megatron_snip.planning.planner import make_plan
 from megatron_snip.planning.problem import PlanningProblem
-from megatron_snip.planning.restrictions import Refusals
 from megatron_snip.planning.settings import PlanSettings
 from megatron_snip.statistics.records import LinearStatistics
 from megatron_snip.topology import LinearInfo

@@ -1,9 +1,8 @@
 """What can run: the table by backend and machine, options of a model, plans that must change."""
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,7 +10,7 @@ import pytest
 from megatron_snip.config import SnipConfig
 from megatron_snip.formats import FORMATS
 from megatron_snip.linears.availability import AvailableOptions, available_options
-from megatron_snip.linears.model import Job
+from megatron_snip.linears.job import Job
 from megatron_snip.linears.te.machine import (
     Machine,
     conflicting_settings,
@@ -24,8 +23,9 @@ from megatron_snip.linears.te.machine import (
 from megatron_snip.linears.te.recipe_table import RECIPES, RunPrecision
 from megatron_snip.linears.te.refusals import te_refusal
 from megatron_snip.log import forget_warnings
-from megatron_snip.options import BF16, Option, enumerate_options
-from megatron_snip.topology import Topology
+from megatron_snip.options import BF16, Option, Refusals, enumerate_options, nearest_option
+from megatron_snip.topology import LinearInfo
+from tests.unit.planning.build import name_of, problem_of
 
 AMPERE, ADA, HOPPER, BLACKWELL, CONSUMER = (8, 0), (8, 9), (9, 0), (10, 3), (12, 0)
 FP8, FP4, NVFP4, MXFP8 = map(Option.uniform, ("fp8", "fp4", "nvfp4", "mxfp8"))
@@ -210,41 +210,33 @@ def test_transformer_engine_s_own_refusal_counts() -> None:
     assert te_refusal(same, older) is None  # two formats that run as one recipe
 
 
-class Linear:
-    """A linear that refuses some options."""
+def available(refused: Mapping[str, str | None], **settings: Any) -> AvailableOptions:
+    """What linears can run that each refuse one option, or none."""
+    infos = tuple(LinearInfo(name, 0, 1, 1, 1.0) for name in refused)
 
-    def __init__(self, name: str, **refused: str) -> None:
-        self.name = name
-        self._refused = refused
+    def refusals_of(options: Iterable[Option]) -> Refusals:
+        found: dict[Option, dict[str, str]] = {option: {} for option in options}
+        for name, refusal in refused.items():
+            if refusal is not None:
+                option, why = refusal.split(": ")
+                found[Option.parse(option)][name] = why
+        return found
 
-    def refusal(self, option: Option) -> str | None:
-        return self._refused.get(str(option).replace("-", "_"))
-
-
-def available(linears: Sequence[Linear], **settings: Any) -> AvailableOptions:
-    model: Any = SimpleNamespace(
-        linears=linears,
-        all_linears=linears,
-        backend="simulate",
-        runtime=SimpleNamespace(topology=Topology()),
-        job=Job({}),
-        refusals={},
-        stage_layers=None,
-    )
-    return available_options(model, SnipConfig(**settings))
+    job = Job(dict.fromkeys(refused, BF16), linears=infos)
+    return available_options(SnipConfig(**settings), job, refusals_of)[1]
 
 
 @pytest.mark.parametrize(
     ("linears", "options", "warnings"),
     [
-        ([Linear(A), Linear(B)], (FP8, FP4), ()),
+        ({A: None, B: None}, (FP8, FP4), ()),
         (
-            [Linear(name, fp8="needs 9.0") for name in (A, B)],
+            {A: "fp8: needs 9.0", B: "fp8: needs 9.0"},
             (FP4,),
             ("fp8 is not available to any linear: needs 9.0",),
         ),
         (
-            [*(Linear(f"{A}{i}", fp8=f"why {i // 2}") for i in range(10)), Linear(B)],
+            {**{f"{A}{i}": f"fp8: why {i // 2}" for i in range(10)}, B: None},
             (FP8, FP4),
             ("fp8 is not available to 10 linears: why 0; why 1; why 2 and 2 other reasons",),
         ),
@@ -252,14 +244,42 @@ def available(linears: Sequence[Linear], **settings: Any) -> AvailableOptions:
     ids=["every linear", "none", "some, with few of the reasons"],
 )
 def test_an_option_stays_if_some_linear_runs_it(
-    linears: list[Linear], options: tuple[Option, ...], warnings: tuple[str, ...]
+    linears: dict[str, str | None], options: tuple[Option, ...], warnings: tuple[str, ...]
 ) -> None:
     found = available(linears)
     assert (found.options, found.warnings) == (options, warnings)
 
 
 def test_runs_that_only_measure_have_all_options() -> None:
-    assert available([Linear(A, fp4="no", fp8="no")], collect_only=True).options == (FP8, FP4)
+    assert available({A: "fp4: no"}, collect_only=True).options == (FP8, FP4)
+
+
+def test_the_nearest_option_has_the_fewest_bits_with_enough_in_every_gemm() -> None:
+    mixed, forward = Option.parse("fp4-fp8-bf16"), Option.parse("fp8-fp4-fp4")
+    for option, candidates, wanted in (
+        (FP4, (NVFP4, FP4), FP4),
+        (FP4, (NVFP4, MXFP8), NVFP4),
+        (MXFP8, (FP8, BF16), FP8),
+        (FP4, (BF16, mixed, FP8), FP8),  # 24 bits, `mixed` has 28
+        (mixed, (FP8,), BF16),
+        (forward, (FP4, mixed, FP8), FP8),
+        (FP4, (FP8, forward), forward),
+        (FP8, (), BF16),
+    ):
+        assert nearest_option(option, candidates) == wanted
+
+
+def test_a_restricted_problem_lists_what_each_linear_runs() -> None:
+    first, second = map(name_of, range(2))
+    refusals = {FP4: {first: "no", second: "no"}, FP8: {second: "no"}}
+    full = problem_of([[0.0, 0.0]] * 3, 0.5, stages=[0, 1, 1], flops=[1.0, 1.0, 2.0])
+    problem = AvailableOptions((FP8, FP4), refusals).restrict(full)
+    assert [list(row.options) for row in problem.linears] == [["fp8"], ["bf16"], ["fp8", "fp4"]]
+    assert problem.linears[0].options["fp8"] == full.linears[0].options["fp8"]
+    bf16 = problem.linears[1].options["bf16"]
+    assert (bf16.quality_loss, bf16.saving) == (0.0, 0.0)
+    assert [row.flops for row in problem.linears] == [1.0, 1.0, 2.0]
+    assert AvailableOptions((FP8, FP4), {}).restrict(full) == full
 
 
 def test_a_transformer_engine_that_breaks_on_import_is_logged_with_its_traceback(

@@ -54,7 +54,7 @@ RECIPES["mxfp4"] = GemmRecipe(
 
 from megatron_snip.__main__ import main
 from megatron_snip.cli import machine as shown
-from megatron_snip.linears.availability import te_formats
+from megatron_snip.linears.auto_formats import te_formats
 from megatron_snip.linears.te import quantizers
 from megatron_snip.linears.te.machine import (
     Machine, measured_format, te_recipe, te_support, unmeasured_settings

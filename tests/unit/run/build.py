@@ -4,8 +4,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from megatron_snip.config import SnipConfig
-from megatron_snip.linears.model import Job
-from megatron_snip.linears.te.machine import Machine
+from megatron_snip.linears.job import Job
 from megatron_snip.options import BF16, Option
 from megatron_snip.planning.fixed import Source
 from megatron_snip.planning.plan import PrecisionPlan
@@ -64,22 +63,21 @@ def run_plans(
     """The plans of a run of one rank, whose linears refuse options as given."""
     refused = refusals or {}
 
-    def linear(name: str) -> SimpleNamespace:
-        return SimpleNamespace(name=name, refusal=lambda o: refused.get(o, {}).get(name))
-
     infos = []
     for name, (stage, flops) in STAGE_AND_FLOPS.items():
         infos.append(LinearInfo(name, stage, 1, 1, flops))
     model: Any = SimpleNamespace(
         all_linears=infos,
-        stage_layers=STAGE_LAYERS,
-        linears=[linear(name) for name in STAGE_AND_FLOPS],
         runtime=SimpleNamespace(topology=Topology()),
         backend="simulate",
-        machine=Machine(),
-        config=None,
-        job=Job({name: (job or {}).get(name, BF16) for name in STAGE_AND_FLOPS}, rules or {}, ties),
-        refusals={},
+        job=Job(
+            {name: (job or {}).get(name, BF16) for name in STAGE_AND_FLOPS},
+            rules or {},
+            ties,
+            linears=tuple(infos),
+            stage_layers=STAGE_LAYERS,
+        ),
+        refusals_of=lambda options: {option: refused.get(option, {}) for option in options},
         recipes=lambda names: {},
     )
     return RunPlans(SnipConfig(**{"formats": "fp8,fp4", **config}), model, None, None)
