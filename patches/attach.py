@@ -173,7 +173,7 @@ def make_writers(
         RemoteFailure: on every rank, if the directory cannot be written.
     """
     from megatron_snip.directory import run_id
-    from megatron_snip.reporting.run_directory import holds_run, open_run
+    from megatron_snip.reporting.opening import open_run
     from megatron_snip.reporting.scalars import MEGATRON_LOGS
     from megatron_snip.reporting.writers import (
         TensorBoardWriter,
@@ -189,8 +189,8 @@ def make_writers(
         megatron = {k: v for k, v in sorted(vars(args).items()) if type(v) in _YAML_TYPES}
         settings = {"snip": dump, "megatron": megatron}
         path = run_directory_of(config, args)
-        continues = state is not None and holds_run(path, state.run_id, state.history)
-        files = open_run(path, settings, "continue" if continues else "archive")
+        stopped = None if state is None else (state.run_id, state.history)
+        files = open_run(path, settings, stopped)
         writers.append(files)
         # Not later: measured times (`calibration.json`) of an earlier run would be read.
         files.begin()

@@ -16,13 +16,13 @@ from megatron_snip.cli.common import integer, new_table
 from megatron_snip.errors import UsageError
 from megatron_snip.files import read_json
 from megatron_snip.output import console, csv_text
+from megatron_snip.reporting.metrics_file import read_metrics
 from megatron_snip.reporting.run_record import (
     Divergences,
     check_run_directory,
     file_of_last_refresh,
     numbered_files,
     parse_divergences,
-    read_metrics,
 )
 from megatron_snip.reporting.text import column, number
 from megatron_snip.statistics.health_table import MEANINGS, Finding, HealthTable

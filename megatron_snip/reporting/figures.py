@@ -21,7 +21,8 @@ from megatron_snip.alert_thresholds import HealthMeasure
 from megatron_snip.formats import FORMATS
 from megatron_snip.options import Option
 from megatron_snip.reporting.linear_grid import Floats, LinearGrid
-from megatron_snip.reporting.run_record import Divergences, MetricRows, PlanSpan, RunRecord
+from megatron_snip.reporting.metrics_file import MetricRows
+from megatron_snip.reporting.run_record import Divergences, PlanSpan, RunRecord
 from megatron_snip.reporting.style import LINE, MUTED, STYLE, SURFACE, WARNING, format_colors
 from megatron_snip.reporting.text import label
 from megatron_snip.statistics.health_table import HealthTable

@@ -19,14 +19,13 @@ from megatron_snip.errors import SnipError, UsageError, listing, printable
 from megatron_snip.planning.planner import frontier
 from megatron_snip.planning.settings import PlanSettings
 from megatron_snip.reporting import figures, text
+from megatron_snip.reporting.metrics_file import MetricRows, read_metrics
 from megatron_snip.reporting.run_record import (
     Divergences,
-    MetricRows,
     RunRecord,
     check_run_directory,
     only_bf16,
     plan_spans,
-    read_metrics,
 )
 from megatron_snip.statistics.health_table import MEANINGS
 from megatron_snip.version import __version__

@@ -1,8 +1,8 @@
 """A run directory as records for reports; `run_directory.py` describes the files.
 
-A run in progress is read up to its last complete line. Where a resumed run went back, lines and
-files of iterations that were not repeated yet are left out. Files are not trusted: each one is
-checked, and a bad one is refused in one line.
+A run in progress is read up to its last complete line. Where a resumed run went back
+(metrics_file.py), files of iterations that were not repeated yet are left out as well. Files are
+not trusted: each one is checked, and a bad one is refused in one line.
 """
 
 import contextlib
@@ -10,128 +10,32 @@ import logging
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Self
+from typing import Annotated, Any
 
-import numpy as np
-from numpy.typing import NDArray
 from pydantic import AfterValidator, BaseModel, Field
 
 from megatron_snip.config import SnipConfig, make_config
 from megatron_snip.directory import check_plain
-from megatron_snip.errors import UsageError, listing, shown
+from megatron_snip.errors import UsageError
 from megatron_snip.files import (
     Label,
-    checked,
-    parse_json,
     read_json,
     read_record,
-    read_text,
     read_yaml,
 )
 from megatron_snip.options import BF16
 from megatron_snip.planning.plan import PrecisionPlan, read_plan
 from megatron_snip.planning.problem import PlanningProblem, parse_option, read_problem
+from megatron_snip.reporting.metrics_file import Count, MetricRows, Number, read_metrics
 from megatron_snip.statistics.health_table import HealthTable
 
 logger = logging.getLogger(__name__)
 
-# Sums, and the axes of figures, must stay far from a double's overflow.
-_Number = Annotated[float, Field(ge=-1e150, le=1e150)] | None
-_Count = Annotated[int, Field(ge=0, lt=2**31)]
-
 _OptionName = Annotated[str, AfterValidator(lambda text: str(parse_option(text)))]
 
 
-class _Notice(BaseModel, strict=True):
-    kind: str
-    message: str
-
-
-class _Row(BaseModel, strict=True):
-    """A row of metrics.jsonl.
-
-    A row with `plan_iteration` is the first one under a new plan. `plan_iteration` names the plan's
-    file: it is the iteration at which the plan was asked for, usually `lag` before the row's own.
-    """
-
-    iteration: Annotated[_Count, Field(ge=1)]
-    plan_iteration: _Count | None = None
-    changed_linears: _Count | None = None
-    loss: _Number = None
-    validation_loss: _Number = None
-    lowest_precision_fraction: _Number = None
-    wall_s: _Number = None
-    refresh_s: _Number = None
-    wait_s: _Number = None
-    step_s: _Number = None
-    predicted_saving_s: _Number = None
-    notices: list[_Notice] = []
-
-
-@dataclass(frozen=True)
-class MetricRows:
-    """metrics.jsonl.
-
-    Attributes:
-        rows: One row of the file for each iteration, in ascending order.
-    """
-
-    rows: tuple[dict[str, Any], ...]
-
-    @property
-    def last_iteration(self) -> int:
-        """The last iteration that has ended; 0 if none has."""
-        return int(self.rows[-1]["iteration"]) if self.rows else 0
-
-    @property
-    def refreshes(self) -> frozenset[int]:
-        """The iterations at which a refresh ended."""
-        return frozenset(row["iteration"] for row in self.rows if "refresh_s" in row)
-
-    def column(self, name: str) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-        """Return (iterations, values) of the rows that have `name`; null becomes NaN."""
-        rows = [row for row in self.rows if name in row]
-        iterations = [row["iteration"] for row in rows]
-        values = [np.nan if row[name] is None else row[name] for row in rows]
-        return np.array(iterations, np.int64), np.array(values, np.float64)
-
-    def last(self, name: str) -> float | None:
-        """Return the last value of a column, or None if there is none."""
-        for row in reversed(self.rows):
-            if row.get(name) is not None:
-                return float(row[name])
-        return None
-
-    def total(self, name: str) -> float:
-        """Return the sum of a column, without NaN."""
-        return float(np.nansum(self.column(name)[1]))
-
-    def mean(self, name: str, start: int, end: int) -> float | None:
-        """Return the mean of a column over iterations start .. end - 1, without NaN, or None."""
-        at, values = self.column(name)
-        found = values[(at >= start) & (at < end) & ~np.isnan(values)]
-        return float(found.mean()) if found.size else None
-
-    def gap_to(self, reference: Self) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-        """Return (iterations, loss minus the reference's) where both losses are finite."""
-        at, losses = self.column("loss")
-        base_at, base = reference.column("loss")
-        common, first, second = np.intersect1d(at, base_at, return_indices=True)
-        gap = losses[first] - base[second]
-        return common[np.isfinite(gap)], gap[np.isfinite(gap)]
-
-    @property
-    def notices(self) -> list[tuple[int, str, str]]:
-        """(iteration, kind, message) of every notice, in order."""
-        notices = []
-        for row in self.rows:
-            for notice in row.get("notices", ()):
-                notices.append((row["iteration"], notice["kind"], notice["message"]))
-        return notices
-
-
 class _Statistics(BaseModel, strict=True):
-    formats: dict[str, dict[str, _Number]] = {}
+    formats: dict[str, dict[str, Number]] = {}
 
 
 class LinearRecord(BaseModel, strict=True):
@@ -144,7 +48,7 @@ class LinearRecord(BaseModel, strict=True):
     """
 
     name: Label
-    options: dict[_OptionName, dict[str, _Number]]
+    options: dict[_OptionName, dict[str, Number]]
     statistics: _Statistics = _Statistics()
 
 
@@ -157,8 +61,8 @@ class Divergences(BaseModel, strict=True):
         linears: The linears in the model's order.
     """
 
-    iteration: _Count
-    loss: _Number = None
+    iteration: Count
+    loss: Number = None
     linears: Annotated[tuple[LinearRecord, ...], Field(strict=False)]
 
     @property
@@ -327,45 +231,6 @@ def read_run(path: Path) -> RunRecord:
         health=tuple(_health(path / "health", metrics, plans)),
         simulated=_simulated(path / "precision", metrics.last_iteration, snip),
     )
-
-
-def read_metrics(path: Path) -> MetricRows:
-    """Read metrics.jsonl. A last line without its newline is left out.
-
-    Other lines that are no row, such as those that a crash of the machine left, are left out with
-    one warning, which names the first of them.
-
-    Raises:
-        UsageError: if no iteration has ended, the file cannot be read, or no line is a row.
-    """
-    rows: list[dict[str, Any]] = []
-    text = read_text(path, f"metrics file '{path}'", errors="replace") if path.exists() else ""
-    lines = text.split("\n")[:-1]
-    bad: dict[int, UsageError] = {}
-    for k, line in enumerate(lines, start=1):
-        source = f"'{path}', line {k}"
-        try:
-            row = checked(_Row, parse_json(line, source), source).model_dump(exclude_unset=True)
-        except UsageError as error:
-            bad[k] = error
-            continue
-        while rows and rows[-1]["iteration"] >= row["iteration"]:
-            rows.pop()  # the run went back to a checkpoint
-        rows.append(row)
-    first_error = next(iter(bad.values()), None)
-    if not rows and first_error is not None:
-        raise first_error
-    if not rows:
-        raise UsageError(f"'{path}' has no metrics yet: no iteration has ended")
-    if first_error is not None:
-        logger.warning(
-            "snip: %d of %d lines are left out (%s): %s",
-            len(bad),
-            len(lines),
-            listing([str(number) for number in bad]),
-            shown(first_error),
-        )
-    return MetricRows(tuple(rows))
 
 
 def _health(folder: Path, metrics: MetricRows, plans: Sequence[PlanSpan]) -> Iterator[HealthTable]:

@@ -34,7 +34,8 @@ from megatron_snip.planning.plan import read_plan
 from megatron_snip.planning.policies import get_policy
 from megatron_snip.reporting.events import Event, Metrics, Writer
 from megatron_snip.reporting.lessons import lessons
-from megatron_snip.reporting.run_directory import OldRun, RunDirectory, open_run
+from megatron_snip.reporting.opening import OldRun, Stopped, open_run
+from megatron_snip.reporting.run_directory import RunDirectory
 from megatron_snip.reporting.run_record import read_run
 from megatron_snip.reporting.writers import WandbWriter, added_writers, start_wandb
 from megatron_snip.run.controller import SnipController
@@ -185,16 +186,12 @@ def _initialize_process_group(on_cpu: bool) -> None:
 
 
 def _old_run(config: TrainConfig, former: Progress | None) -> OldRun:
-    """Return what becomes of files in run_dir that an earlier run wrote."""
-    if former is not None:
-        # A run that resumes deletes nothing.
-        is_own = former.run_id and former.run_id == run_id(config.run_dir)
-        return "continue" if is_own else "archive"
-    if config.overwrite:
+    """Return what becomes of files in run_dir that another run wrote."""
+    if former is None and config.overwrite:
         return "delete"
     # With `load` equal to `save` one command starts and resumes. Files of a run that left no
     # checkpoint are then moved aside.
-    return "refuse" if config.load is None else "archive"
+    return "refuse" if former is None and config.load is None else "archive"
 
 
 @contextmanager
@@ -208,13 +205,13 @@ def run_directory(
             another run.
     """
     directory: RunDirectory | None = None
-    done = 0 if former is None else former.iteration
+    stopped: Stopped | None = None if former is None else (former.run_id, ())
 
     def prepare() -> None:
         nonlocal directory
         settings = config.model_dump(mode="json")
         try:
-            directory = open_run(config.run_dir, settings, _old_run(config, former), done)
+            directory = open_run(config.run_dir, settings, stopped, _old_run(config, former))
         except OSError as error:
             raise UsageError(str(error)) from None
 

@@ -57,4 +57,10 @@ def run_command(
 
 
 def read_rows(run_dir: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    """The rows that count: a later one of an iteration replaces those from there on."""
+    rows: list[dict[str, Any]] = []
+    for line in (run_dir / "metrics.jsonl").read_text().splitlines():
+        row = json.loads(line)
+        rows = [each for each in rows if each["iteration"] < row["iteration"]]
+        rows.append(row)
+    return rows

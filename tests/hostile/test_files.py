@@ -26,7 +26,8 @@ from megatron_snip.planning.planner import make_plan
 from megatron_snip.planning.problem import read_problem
 from megatron_snip.planning.settings import PlanSettings
 from megatron_snip.planning.solver_process import PlanRequest
-from megatron_snip.reporting.run_record import read_divergences, read_metrics
+from megatron_snip.reporting.metrics_file import read_metrics
+from megatron_snip.reporting.run_record import read_divergences
 from megatron_snip.run.state import RunState
 from megatron_snip.trainer.config import load_train_config
 from tests.hostile.documents import (

@@ -17,6 +17,7 @@ from megatron_snip.planning.plan import write_plan
 from megatron_snip.planning.problem import read_problem
 from megatron_snip.planning.settings import PlanSettings
 from megatron_snip.planning.solver_process import SolverProcess
+from megatron_snip.reporting.metrics_file import MetricsWriter
 from megatron_snip.reporting.run_directory import RunDirectory
 from megatron_snip.reporting.run_record import read_run
 from megatron_snip.run.state import RunState
@@ -106,8 +107,8 @@ def watch() -> Watch:
 def run_directory(path: Path) -> Path:
     directory = RunDirectory(path)
     directory.start({"snip": SNIP})
-    directory.append_metrics(METRICS)
     directory.close()
+    MetricsWriter(path / "metrics.jsonl").append(METRICS)
     for name in FILES:
         if name.endswith("/0.json"):
             (path / name).parent.mkdir()

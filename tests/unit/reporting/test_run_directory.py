@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import yaml
 
-from megatron_snip.directory import MARKER, mark, mark_new_run, run_id
+from megatron_snip.directory import MARKER, mark_new_run, run_id
 from megatron_snip.directory_lease import LOCK
 from megatron_snip.errors import UsageError
 from megatron_snip.options import BF16
@@ -22,9 +22,11 @@ from megatron_snip.planning.plan import PrecisionPlan, assignment_digest, read_p
 from megatron_snip.planning.problem import read_problem
 from megatron_snip.reporting import run_directory
 from megatron_snip.reporting.events import Event, Metrics, Notice, Reporter, Settings
+from megatron_snip.reporting.metrics_file import MetricsWriter, drop_damaged_lines, read_metrics
+from megatron_snip.reporting.opening import OldRun, Stopped, open_run
 from megatron_snip.reporting.report import read_reference
-from megatron_snip.reporting.run_directory import OldRun, RunDirectory, open_run
-from megatron_snip.reporting.run_record import read_metrics, read_run
+from megatron_snip.reporting.run_directory import RunDirectory
+from megatron_snip.reporting.run_record import read_run
 from tests.processes import run_copy
 from tests.unit.reporting.runs import (
     Shape,
@@ -39,6 +41,11 @@ from tests.unit.reporting.runs import (
 SHAPE = Shape(config(), backend="simulate")
 MEASURED = measurement_at(SHAPE, 30)
 PLAN = plan_from(SHAPE, MEASURED)
+
+
+def run_in(path: Path) -> Stopped:
+    """The stopped run of a directory, as its checkpoint names it."""
+    return run_id(path), ()
 
 
 def rows(path: Path) -> list[dict[str, Any]]:
@@ -82,12 +89,11 @@ def test_every_event_is_in_its_file(tmp_path: Path) -> None:
 
 
 def test_a_run_that_continues_keeps_every_file_and_row(tmp_path: Path) -> None:
-    """Megatron's jobs do not say to which iteration they go back; later rows count."""
     write_run(tmp_path, SHAPE)
-    mark(tmp_path)
+    mark_new_run(tmp_path)
     before = {p: p.read_bytes() for p in tmp_path.rglob("*.json*") if p.name != "versions.json"}
     assert len(before) > 8
-    run = open_run(tmp_path, {}, "continue")
+    run = open_run(tmp_path, {}, run_in(tmp_path))
     run.begin()
     run.close()
     assert {path: path.read_bytes() for path in before} == before
@@ -162,7 +168,7 @@ def test_a_resumed_run_appends_and_writes_its_plan_only_where_it_is_missing(tmp_
 
 def test_a_row_that_a_crash_has_lost_is_written_again(tmp_path: Path) -> None:
     """A plan's file is synced before the row that names it."""
-    run = open_run(tmp_path, {}, "refuse")
+    run = open_run(tmp_path, {})
     for at in range(38, 43):
         if at == 39:
             run.write(Event(at, applied(SHAPE, PLAN)))
@@ -171,7 +177,7 @@ def test_a_row_that_a_crash_has_lost_is_written_again(tmp_path: Path) -> None:
     metrics = tmp_path / "metrics.jsonl"
     first = metrics.read_text().splitlines(keepends=True)[0]
     metrics.write_text(first + "\0" * 40)
-    run = open_run(tmp_path, {}, "continue", 42)
+    run = open_run(tmp_path, {}, run_in(tmp_path))
     run.write(Event(42, applied(SHAPE, PLAN, num_changed=0, resumed=True)))
     run.write(Event(43, Metrics({})))
     run.close()
@@ -200,7 +206,7 @@ def test_text_that_utf_8_cannot_hold_is_written_so_that_it_is_read(tmp_path: Pat
     """Paths are bytes: Python has those of a name in Latin-1 as lone surrogates."""
     name = os.fsdecode(b"r\xe9sum\xe9")
     settings = {"data_path": f"/data/{name}", "snip": config().model_dump(mode="json")}
-    run = open_run(tmp_path, settings, "refuse")
+    run = open_run(tmp_path, settings)
     run.write(Event(1, Notice("refresh_failed", f"cannot write {name}")))
     run.write(Event(1, Metrics({})))
     run.close()
@@ -229,75 +235,90 @@ def test_two_plans_of_one_iteration_have_a_file_each(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("old_run", "left"),
     [
-        ("continue", {"metrics.jsonl", "mine.txt"}),
+        (None, {"metrics.jsonl", "mine.txt"}),
         ("archive", {"previous-1/metrics.jsonl", "previous-1/.megatron-snip", "mine.txt"}),
         ("delete", {"mine.txt"}),
         ("refuse", {"metrics.jsonl", "mine.txt"}),
     ],
 )
 def test_a_run_is_opened_under_its_lock_and_the_old_runs_files_are_treated_as_asked(
-    tmp_path: Path, old_run: OldRun, left: set[str]
+    tmp_path: Path, old_run: OldRun | None, left: set[str]
 ) -> None:
-    mark(tmp_path)
+    """None: the run continues."""
+    mark_new_run(tmp_path)
+    stopped = run_in(tmp_path) if old_run is None else None
     for name in ("metrics.jsonl", "mine.txt"):
         (tmp_path / name).write_text("")
     if old_run == "refuse":
         with pytest.raises(UsageError, match="holds another run"):
-            open_run(tmp_path, {}, old_run)
+            open_run(tmp_path, {}, stopped, old_run)
     else:
-        run = open_run(tmp_path, {"seed": 1}, old_run)
+        run = open_run(tmp_path, {"seed": 1}, stopped, old_run or "refuse")
         run.begin()
         left |= {"config.yaml", "versions.json"}
         with (
             ProcessPoolExecutor(1, get_context("fork")) as other,
             pytest.raises(UsageError, match="is in use by"),
         ):
-            other.submit(open_run, tmp_path, {"seed": 2}, "delete").result()
+            other.submit(open_run, tmp_path, {"seed": 2}, None, "delete").result()
         assert yaml.safe_load((tmp_path / "config.yaml").read_text()) == {"seed": 1}
         run.close()
     found = {str(p.relative_to(tmp_path)) for p in tmp_path.rglob("*") if p.is_file()}
     assert found == left | {MARKER}
 
 
-@pytest.mark.parametrize(("old_run", "done"), [("archive", 0), ("delete", 0), ("continue", 5)])
+@pytest.mark.parametrize("old_run", ["archive", "delete", None])
 def test_a_run_that_ends_before_it_begins_leaves_the_run_before_as_it_was(
-    tmp_path: Path, old_run: OldRun, done: int
+    tmp_path: Path, old_run: OldRun | None
 ) -> None:
     """It may be refused while its model is built, or for its plan or its checkpoint."""
     write_run(tmp_path, SHAPE)
     mark_new_run(tmp_path)
     before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
-    open_run(tmp_path, {"seed": 1}, old_run, done).close()
+    stopped = run_in(tmp_path) if old_run is None else None
+    open_run(tmp_path, {"seed": 1}, stopped, old_run or "refuse").close()
     assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
     first = run_id(tmp_path)
-    run = open_run(tmp_path, {"seed": 1}, old_run, done)
-    run.write(Event(done + 1, Metrics({"loss": 2.0})))
+    run = open_run(tmp_path, {"seed": 1}, stopped, old_run or "refuse")
+    run.write(Event(6, Metrics({"loss": 2.0})))
     run.close()
-    assert [row["iteration"] for row in rows(tmp_path)][-1:] == [done + 1]
-    assert not (tmp_path / "health" / "11.json").exists()
-    assert (run_id(tmp_path) == first) == (old_run == "continue")
+    assert rows(tmp_path)[-1]["iteration"] == 6
+    assert (tmp_path / "health" / "11.json").exists() == (old_run is None)
+    assert (run_id(tmp_path) == first) == (old_run is None)
+    assert read_metrics(tmp_path / "metrics.jsonl").last_iteration == 6
 
 
-@pytest.mark.parametrize(("old_run", "done"), [("archive", 0), ("delete", 0), ("continue", 5)])
+@pytest.mark.parametrize("old_run", ["archive", "delete"])
 def test_a_plan_file_is_not_moved_or_deleted_before_it_is_read(
-    tmp_path: Path, old_run: OldRun, done: int
+    tmp_path: Path, old_run: OldRun
 ) -> None:
     write_run(tmp_path, SHAPE)
-    mark(tmp_path)
+    mark_new_run(tmp_path)
     before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
     plan_file = str(tmp_path / "health" / ".." / "plans" / "11.json")
     with pytest.raises(UsageError, match=r"11\.json' is a file of an earlier run") as caught:
-        open_run(tmp_path, {"snip": {"plan_file": plan_file}}, old_run, done)
+        open_run(tmp_path, {"snip": {"plan_file": plan_file}}, None, old_run)
     assert caught.value.field == "plan_file"
     assert {path: path.read_bytes() for path in before} == before
-    open_run(tmp_path, {"snip": {"plan_file": plan_file}}, "continue", 11).close()
+    open_run(tmp_path, {"snip": {"plan_file": plan_file}}, run_in(tmp_path)).close()
+
+
+def test_a_resumed_run_drops_what_a_crash_has_damaged_and_no_row(tmp_path: Path) -> None:
+    metrics = tmp_path / "metrics.jsonl"
+    drop_damaged_lines(metrics)
+    good = [json.dumps({"iteration": i, "text": "\u2028 is not an end of line"}) for i in (1, 5, 3)]
+    damaged = ['{"iteration": 1e999}', "[" * 10**5, "[1]", '{"iteration": 0}']
+    data = "\n".join([*good, *damaged]).encode() + b'\n{"iteration": 1, "x": "\xff\xfe'
+    metrics.write_bytes(data)
+    drop_damaged_lines(metrics)
+    assert metrics.read_text(encoding="utf-8") == "".join(f"{line}\n" for line in good)
 
 
 def test_a_killed_run_leaves_complete_lines(tmp_path: Path) -> None:
     def train() -> None:
-        run = RunDirectory(tmp_path)
+        metrics = MetricsWriter(tmp_path / "metrics.jsonl")
         for k in range(300):
-            run.append_metrics({"iteration": k, "text": "x" * 101})
+            metrics.append({"iteration": k, "text": "x" * 101})
         os._exit(9)
 
     assert run_copy(train) == 9
@@ -510,7 +531,7 @@ def test_a_disk_that_is_full_at_any_moment_leaves_a_run_that_can_be_read_and_con
     def train() -> None:
         soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
         for limit in limits:
-            run = open_run(tmp_path / str(limit), settings, "refuse")
+            run = open_run(tmp_path / str(limit), settings)
             resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
             write_events(run, SHAPE)
             resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
@@ -520,7 +541,7 @@ def test_a_disk_that_is_full_at_any_moment_leaves_a_run_that_can_be_read_and_con
     for limit in limits:
         path = tmp_path / str(limit)
         assert not list(path.rglob("*.tmp"))
-        run = open_run(path, settings, "continue")
+        run = open_run(path, settings, run_in(path))
         run.write(Event(40, Metrics({"loss": 1.0})))
         run.close()
         counts.append(len(read_run(path).metrics.rows) - 1)
@@ -531,11 +552,11 @@ def test_a_disk_that_is_full_at_any_moment_leaves_a_run_that_can_be_read_and_con
 def test_a_job_whose_directory_another_one_takes_writes_nothing_more(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    old = open_run(tmp_path, {"seed": 1}, "archive")
+    old = open_run(tmp_path, {"seed": 1})
     reporter = Reporter([old])
     reporter.write(Event(1, Metrics({"loss": 2.0})))
     (tmp_path / LOCK).unlink()  # as if its lock could not be seen
-    new = open_run(tmp_path, {"seed": 2}, "archive")
+    new = open_run(tmp_path, {"seed": 2})
     new.write(Event(1, Metrics({"loss": 3.0})))
     before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
     for iteration in (2, 3):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -14,9 +13,8 @@ from megatron_snip.cli import train
 from megatron_snip.cli.commands import build_parser
 from megatron_snip.cli.train import ignored_flags, read_settings
 from megatron_snip.collectives import Control
-from megatron_snip.directory import OWN_FOLDERS, mark, mark_new_run, run_id
+from megatron_snip.directory import mark, mark_new_run, run_id
 from megatron_snip.errors import UnsupportedError, UsageError
-from megatron_snip.reporting.run_directory import drop_later_iterations
 from megatron_snip.run.state import RunState
 from megatron_snip.trainer import session
 from megatron_snip.trainer.checkpoint import (
@@ -248,23 +246,6 @@ def test_a_damaged_pointer_is_refused(tmp_path: Path, text: str) -> None:
     (tmp_path / POINTER).write_text(text)
     with pytest.raises(UsageError, match="must hold a number of iterations, got"):
         latest_iteration(tmp_path)
-
-
-def test_a_resumed_run_drops_rows_and_files_of_later_iterations(tmp_path: Path) -> None:
-    drop_later_iterations(tmp_path / "absent", 5)
-    for folder in OWN_FOLDERS:
-        (tmp_path / folder).mkdir()
-        for name in ("3", "5", "6", "\u00b25"):
-            (tmp_path / folder / f"{name}.json").write_text("{}")
-    good = [json.dumps({"iteration": i, "text": "\u2028 is not an end of line"}) for i in (1, 5)]
-    damaged = ['{"iteration": 1e999}', "[" * 10**5, "[1]", '{"iteration": 0}', '{"iteration": 6}']
-    data = "\n".join([*good, *damaged]).encode() + b'\n{"iteration": 1, "x": "\xff\xfe'
-    (tmp_path / "metrics.jsonl").write_bytes(data)
-    drop_later_iterations(tmp_path, 5)
-    text = (tmp_path / "metrics.jsonl").read_text(encoding="utf-8")
-    assert text == "".join(f"{line}\n" for line in good)
-    for folder in OWN_FOLDERS:
-        assert sorted(p.stem for p in (tmp_path / folder).iterdir()) == ["3", "5", "\u00b25"]
 
 
 def test_a_path_may_begin_with_the_home_that_quotes_hide(monkeypatch: pytest.MonkeyPatch) -> None:
