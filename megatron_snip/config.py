@@ -40,8 +40,9 @@ AUTO = "auto"
 FREE = "free"
 """What a pin gives to linears that the job's own rules fix: they are the planner's again."""
 
-SIMULATED_FORMATS = ("fp8", "fp4")
-"""What `auto` means where GEMMs are simulated."""
+AUTO_FORMATS = ("fp8", "fp4")
+"""What `auto` means where GEMMs are simulated. Under Transformer Engine it is two of these and bf16
+(linears/auto_formats.py)."""
 
 
 def _split_pin(pin: str) -> tuple[str, str]:
@@ -155,7 +156,7 @@ class PlanFields(Section):
     --snip-collect-only, which makes no plans, `time` only adds bf16 to the options in problems/ and
     divergences/."""
 
-    calibration: Path = Path(AUTO)
+    calibration: Path | Literal["auto"] = "auto"
     """Seconds for --snip-cost time: a file of `megatron-snip calibrate`, or `auto`: time
     Transformer Engine's linears with this model's shapes at the start, which takes some seconds,
     and keep the times in calibration.json of the output directory."""
@@ -263,7 +264,8 @@ class SnipConfig(ScheduleFields, MeasureFields, PlanFields, GuardFields, ReportF
 
     @model_validator(mode="after")
     def _check_together(self) -> Self:
-        load_plugins(self.plugins)  # formats and policies may be theirs
+        # This imports the user's modules: formats and policies among the settings may be theirs.
+        load_plugins(self.plugins)
         # Each of these reads texts, and raises if they are wrong.
         _ = self.lowest_format
         _ = self.pin_pairs
@@ -277,7 +279,7 @@ class SnipConfig(ScheduleFields, MeasureFields, PlanFields, GuardFields, ReportF
             )
         if self.formats != (AUTO,):
             self.check_pins()
-        if self.cost != "time" and self.calibration != Path(AUTO):
+        if self.cost != "time" and self.calibration != AUTO:
             raise UsageError(
                 f"'{self.calibration}' holds seconds, which only --snip-cost time counts; add that",
                 field="calibration",
@@ -325,7 +327,7 @@ class SnipConfig(ScheduleFields, MeasureFields, PlanFields, GuardFields, ReportF
         """`formats`; for an unresolved `auto` those of simulation. Cost `time` adds bf16."""
         if AUTO in self.formats and len(self.formats) > 1:
             raise UsageError(f"'{AUTO}' stands alone; drop it or the other formats")
-        named = SIMULATED_FORMATS if self.formats == (AUTO,) else self.formats
+        named = AUTO_FORMATS if self.formats == (AUTO,) else self.formats
         if self.cost == "time" and "bf16" not in named:
             return ("bf16", *named)
         return named

@@ -123,8 +123,7 @@ def _absolute_paths(values: Mapping[str, Any], file: Path | None) -> dict[str, s
         file: the YAML file, which is called `config` in the result.
     """
     paths: dict[str, Any] = {name: values.get(name) for name in PATH_SETTINGS}
-    # `auto` is no path.
-    if paths["calibration"] is not None and Path(paths["calibration"]) == Path(AUTO):
+    if paths["calibration"] == AUTO:  # it is no path
         del paths["calibration"]
     paths["config"] = file
     absolute = {}

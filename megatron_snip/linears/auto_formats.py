@@ -3,7 +3,7 @@
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from megatron_snip.config import AUTO, SIMULATED_FORMATS, SnipConfig
+from megatron_snip.config import AUTO, AUTO_FORMATS, SnipConfig
 from megatron_snip.errors import UnsupportedError
 from megatron_snip.linears.job import Job
 from megatron_snip.linears.te.machine import (
@@ -56,7 +56,7 @@ def resolve_formats(
     formats = config.formats
     why = ""
     if config.formats == (AUTO,):
-        formats = SIMULATED_FORMATS
+        formats = AUTO_FORMATS
         if with_te:
             formats, why = _best_formats(config, job, refusals_of)
         text = f"snip: formats auto: {','.join(formats)} (backend {job.backend})"
@@ -84,7 +84,7 @@ def te_formats(machine: Machine) -> tuple[str, ...]:
     Raises:
         UnsupportedError: if it runs BF16 only.
     """
-    support = {name: te_support(name, machine) for name in SIMULATED_FORMATS}
+    support = {name: te_support(name, machine) for name in AUTO_FORMATS}
     formats = ("bf16", *(name for name, (recipe, _) in support.items() if recipe))
     if len(formats) == 1:
         raise UnsupportedError(
@@ -100,7 +100,7 @@ def alternatives(job: Job) -> Pairs:
     if job.backend != "te":
         return {}
     machine = job.machine
-    every = ["bf16", *(name for name in SIMULATED_FORMATS if te_support(name, machine)[0])]
+    every = ["bf16", *(name for name in AUTO_FORMATS if te_support(name, machine)[0])]
     if len(every) < 2:
         return {}
     option_of = {}

@@ -147,10 +147,12 @@ def timed_options(
             finds microbatches of several lengths.
         UnsupportedError: on every rank, if nothing is faster than BF16 (as in simulation).
     """
-    make: Callable[[], CalibrationTable] = partial(read_calibration, config.calibration)
     fixed_options = (each.option for each in available.fixed.values())
     options = tuple(dict.fromkeys((*available.options, *fixed_options)))
-    if config.calibration == Path(AUTO):
+    make: Callable[[], CalibrationTable]
+    if isinstance(config.calibration, Path):
+        make = partial(read_calibration, config.calibration)
+    else:
         if model.backend == "simulate":
             raise UnsupportedError(
                 "--snip-cost time: simulated formats are never faster than bf16; give the seconds "
@@ -171,7 +173,7 @@ def timed_options(
                 continue
             fixed = available.fixed.get(name)
             is_fixed = fixed is not None and fixed.option == option
-            if config.calibration == Path(AUTO) and not is_fixed and not table.has(name, option):
+            if config.calibration == AUTO and not is_fixed and not table.has(name, option):
                 refused[name] = "its seconds could not be measured"
                 continue
             saving_s = table.seconds(name, 1.0, BF16) - table.seconds(name, 1.0, option)

@@ -435,6 +435,8 @@ class SnipController:
         try:
             found, waited_s = self._solver.plan_of(pending, state.plan)
             if state.guard is not None and found["digest"] in state.guard.refused:
+                # It is not asked for again: the same measurements would give the same plan. The
+                # next refresh plans.
                 refused = PlanningError(f"the guard reverted {read().label} before")
                 self._keep_plan(state, iteration, refused)
                 return without

@@ -152,7 +152,9 @@ class RunPlans:
         if state is not None:
             num_done = state.iteration
             changed = changed_plan_settings(state, self._recorded_config, self.file_digest)
-        source = self._source(state, changed)
+        new_settings = changed - {"plan_file"}
+        has_new_file = self._file_plan is not None and (state is None or "plan_file" in changed)
+        source = self._source(state, new_settings, has_new_file)
 
         def make() -> PrecisionPlan:
             # `check_settings` raises if no plan reaches the highest target of the run.
@@ -160,23 +162,19 @@ class RunPlans:
             settings = self.plan_settings(seed)
             problem = self.problem_without_measurements(highest)
             check_settings(problem, self.config, settings, self.available)
-            if source is PlanSource.FILE:
-                assert self._file_plan is not None
-                with naming_field("plan_file"):
-                    self._file_plan.check_against(self.stage_and_flops)
-                return self._file_plan
-            if source is PlanSource.CHECKPOINT:
-                assert state is not None
-                return state.plan
-            if source is PlanSource.JOB:
-                if set(self.available.job.options.values()) != {BF16}:
-                    return self._job_plan()
-                # BF16 with the pins is a policy of its own, and the plan has its name.
-                settings = settings.model_copy(update={"policy": f"{UNIFORM}bf16"})
-            # POLICY, and JOB in BF16: a plan for the target of the first iteration.
-            problem = self.problem_without_measurements(self.targets.at(num_done + 1))
-            with naming_field("policy"):
-                return without_objective(make_plan(problem, settings))
+            match source:
+                case PlanSource.FILE:
+                    assert self._file_plan is not None
+                    with naming_field("plan_file"):
+                        self._file_plan.check_against(self.stage_and_flops)
+                    return self._file_plan
+                case PlanSource.CHECKPOINT:
+                    assert state is not None
+                    return state.plan
+                case PlanSource.JOB:
+                    return self._job_plan(settings, num_done + 1)
+                case PlanSource.POLICY:
+                    return self._policy_plan(settings, num_done + 1)
 
         plan, replaced = self.fitting.plan(plan_from_rank_0(make, self._control))
         if source is PlanSource.FILE:
@@ -187,26 +185,28 @@ class RunPlans:
         number = state.plan.iteration if state is not None and is_known else num_done
         plan = plan.model_copy(update={"iteration": number})
         changes = tuple(describe(replaced, len(self.stage_and_flops)))
-        return FirstPlan(plan, source, changes, changed - {"plan_file"})
+        return FirstPlan(plan, source, changes, new_settings)
 
-    def _source(self, state: RunState | None, changed: frozenset[str]) -> PlanSource:
+    def _source(
+        self, state: RunState | None, new_settings: frozenset[str], has_new_file: bool
+    ) -> PlanSource:
         """Return where the first plan comes from: the first rule of the module's list that applies.
 
         Args:
             state: the state of the stopped run, or None.
-            changed: settings of the plan that differ from those of the stopped run.
+            new_settings: settings of the plan that differ from those of the stopped run; the plan
+                file is left out.
+            has_new_file: whether there is a plan file that the stopped run was not given.
         """
         config = self.config
-        has_file = config.plan_file is not None
         if config.collect_only:
-            return PlanSource.FILE if has_file else PlanSource.JOB
-        if has_file and (state is None or "plan_file" in changed):
+            return PlanSource.JOB if self._file_plan is None else PlanSource.FILE
+        if has_new_file:
             return PlanSource.FILE
         if not get_policy(config.policy).needs_statistics:
-            has_new_settings = bool(changed - {"plan_file"})
             # If the target changes, the stopped run may have planned since its start.
             may_have_planned_since = state is not None and config.target_changes
-            if not may_have_planned_since or has_new_settings:
+            if not may_have_planned_since or new_settings:
                 return PlanSource.POLICY
         return PlanSource.JOB if state is None else PlanSource.CHECKPOINT
 
@@ -228,8 +228,18 @@ class RunPlans:
 
         return plan_from_rank_0(read, self._control)
 
-    def _job_plan(self) -> PrecisionPlan:
+    def _policy_plan(self, settings: PlanSettings, iteration: int) -> PrecisionPlan:
+        """Return the plan of a policy that needs no measurement, for an iteration's target."""
+        problem = self.problem_without_measurements(self.targets.at(iteration))
+        with naming_field("policy"):
+            return without_objective(make_plan(problem, settings))
+
+    def _job_plan(self, settings: PlanSettings, iteration: int) -> PrecisionPlan:
         """Return the plan that changes nothing but what a pin sets."""
+        if set(self.available.job.options.values()) == {BF16}:
+            # BF16 with the pins is a policy of its own, and the plan has its name.
+            in_bf16 = settings.model_copy(update={"policy": f"{UNIFORM}bf16"})
+            return self._policy_plan(in_bf16, iteration)
         fixed = {name: each.option for name, each in self.available.fixed.items()}
         linears = {**self.available.job.options, **fixed}
         return self._assigned(linears, "job", iteration=0)

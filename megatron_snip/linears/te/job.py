@@ -49,11 +49,8 @@ def job_recipe(module: Any, name: str, is_fused: bool = False) -> TERecipe:
 
 
 def job_option(recipe: TERecipe) -> Option:
-    """Return the option of a plan that stands for what a job runs; a custom recipe counts as fp8.
-
-    Of several formats with one recipe it is the general one: fp8 and not mxfp8.
-    """
-    return Option(*(RECIPES[n].formats[0] if n in RECIPES else "fp8" for n in recipe))
+    """Return the option that stands for what a job runs; a custom recipe counts as fp8."""
+    return Option(*(RECIPES[n].general_format if n in RECIPES else "fp8" for n in recipe))
 
 
 def rule_of(module: Any, name: str, is_fused: bool = False) -> Source | None:

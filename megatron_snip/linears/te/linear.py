@@ -105,9 +105,6 @@ class RecipeTELinear:
         # What the linear runs while the plan gives it the job's option.
         self._job_params = None if is_fused else self._params_before_snip
         if self._job_recipe == BF16_RECIPE:
-            # If the job runs this linear in BF16, a BF16 evaluation runs what the job runs.
-            # `_before_forward` asks by identity whether the job's parameters are used, so both
-            # names must hold one object.
             self._job_params = self._bf16_params
         # What the plan asks for; at first what the job runs.
         self._option = self.job_option
@@ -273,12 +270,12 @@ class RecipeTELinear:
     # A fused MLP does not call its linears, but Megatron calls their hooks: `_before_forward`
     # without `kwargs`, and `_after_forward` without `result`.
     def _before_forward(self, module: Any, args: Any, kwargs: Any = None) -> None:
-        params = self._bf16_params if self._runtime.in_bf16 else self.planned_params
-        module.te_quant_params = params
-        self._overlap.set_recipe(self._recipe_in_forward())
+        module.te_quant_params = self._bf16_params if self._runtime.in_bf16 else self.planned_params
+        recipe = self._recipe_in_forward()
+        self._overlap.set_recipe(recipe)
         if not self.runs_as_job and torch.is_grad_enabled():
             drop_nvfp4_without_columns(module)
-        if self.stored is not None and params is not self._job_params:
+        if self.stored is not None and recipe is not None:
             self.stored.override()
         if self._te_recipe_of_quantizers is not None:
             # A replayed CUDA graph writes the job's recipe into `fp8_meta`. Transformer Engine

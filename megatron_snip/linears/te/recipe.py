@@ -41,7 +41,7 @@ class TERecipe(NamedTuple):
     @property
     def option(self) -> Option:
         """The option that names the formats which really run."""
-        return Option(*(RECIPES[name].formats[-1] for name in self))
+        return Option(*(RECIPES[name].exact_format for name in self))
 
     @property
     def factory(self) -> str:

@@ -92,8 +92,8 @@ class GemmRecipe:
 
     Attributes:
         text: tiles and scales, as messages and tables show them.
-        formats: names of formats in plans that it runs. The last one is what an option calls a GEMM
-            that runs in it.
+        formats: names of formats in plans that it runs, the general one (fp8) first, and the one
+            that names this recipe alone last.
         quantization: how it quantizes; the statistics quantize in the same way.
         run: Megatron's name of it.
         recipe_class: the class of Transformer Engine's recipe.
@@ -135,6 +135,16 @@ class GemmRecipe:
     dim_multiple: int = 1
     token_multiple: int = 1
     settings: tuple[Setting, ...] = ()
+
+    @property
+    def general_format(self) -> str:
+        """What an option calls it where the job itself runs it: fp8, and not mxfp8."""
+        return self.formats[0]
+
+    @property
+    def exact_format(self) -> str:
+        """The format's name that no other recipe has."""
+        return self.formats[-1]
 
     def hybrid(self) -> "GemmRecipe":
         """Return it with E5M2 gradients, which `--fp8-format hybrid` asks for."""
@@ -220,6 +230,8 @@ _DELAYED = replace(
 )
 _NVFP4 = GemmRecipe(
     text="1x16 tiles, 16x16 weight blocks, random Hadamard transform in wgrad",
+    # `nvfp4` is NVIDIA's name of the format. Transformer Engine trains in it with square weight
+    # blocks and a rotation, which our simulation calls nvfp4_2d_rht; so that is what is measured.
     formats=("fp4", "nvfp4_2d_rht", "nvfp4"),
     quantization=FORMATS["nvfp4_2d_rht"],
     run=RunPrecision("fp4", "e2m1", "nvfp4"),
