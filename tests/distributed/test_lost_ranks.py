@@ -13,7 +13,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_snip.collectives import Control, LostRankError
+from megatron_snip.collectives import Control
+from megatron_snip.rank_tree import LostRankError
 from tests.distributed.launch import shared_server
 
 SIZE = 8

@@ -7,8 +7,9 @@ from unittest.mock import Mock
 import pytest
 import torch
 
-from megatron_snip.collectives import Control, RemoteFailure, _Records
+from megatron_snip.collectives import Control, RemoteFailure
 from megatron_snip.errors import UnsupportedError, UsageError
+from megatron_snip.rank_tree import Records
 
 ALONE = Control()
 
@@ -84,9 +85,9 @@ def test_what_rank_0_returns_or_raises_is_what_every_rank_gets() -> None:
 
 def test_16384_ranks_with_16_records_are_16_records() -> None:
     """Each of 16 pipeline stages has one record: what rank 0 holds in the end."""
-    records = _Records({})
+    records = Records({})
     for rank in range(16384):
-        records.add(_Records({b"%d" % (rank // 1024) * 1000: [range(rank, rank + 1)]}))
+        records.add(Records({b"%d" % (rank // 1024) * 1000: [range(rank, rank + 1)]}))
     assert [len(runs) for runs in records.runs.values()] == [1] * 16
     assert len(records.encoded()) < 40_000
-    assert _Records.decoded(records.encoded()) == records
+    assert Records.decoded(records.encoded()) == records

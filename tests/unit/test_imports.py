@@ -22,6 +22,7 @@ ORDER: tuple[tuple[str, ...], ...] = (
     ("options", "output"),
     ("alert_thresholds", "target_schedule"),
     ("config", "directory", "directory_lease", "matmul"),
+    ("rank_tree",),
     ("collectives",),
     ("topology",),
     ("kernels",),

@@ -167,7 +167,7 @@ def test_other_words_are_as_they_were_given() -> None:
     assert line.flags == ["--snip", *paths]
     assert line.given["snip_output_dir"] == "~/out"
     config = snip_config(Namespace(), line.given)
-    assert (config.output_dir, config.calibration) == (Path.home() / "out", Path("auto"))
+    assert (config.output_dir, config.calibration) == (Path.home() / "out", "auto")
     with pytest.raises(UsageError, match="the path is empty"):
         config_of("--snip-output-dir", "")
 

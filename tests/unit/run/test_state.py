@@ -199,5 +199,5 @@ def test_the_same_file_under_a_relative_path_is_no_change(
     assert changed_plan_settings(state, same) == set()
     other = same.model_copy(update={"calibration": tmp_path / "b.json"})
     assert changed_plan_settings(state, other) == {"calibration"}
-    auto = config.model_copy(update={"calibration": Path("auto")})
+    auto = config.model_copy(update={"calibration": "auto"})
     assert changed_plan_settings(state, auto) == {"calibration"}
