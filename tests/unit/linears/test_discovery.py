@@ -1,6 +1,7 @@
 """From Megatron's model to placements: names, shapes, kinds, order."""
 
 import copy
+from typing import Any
 
 import pytest
 import torch
@@ -204,7 +205,9 @@ def test_a_vision_encoder_is_not_taken_for_the_language_model(
         return (output * mask).sum()
 
     wanted = loss()
-    model = PlannedModel([torch.nn.Sequential(built)], Topology(), seed=0)
+    wrapped: Any = torch.nn.Sequential(built)
+    wrapped.config = built.language_model.config
+    model = PlannedModel([wrapped], Topology(), seed=0)
     model.install()
     own = set(built.language_model.modules())
     assert len(model.linears) == 8 and all(linear.module in own for linear in model.linears)
