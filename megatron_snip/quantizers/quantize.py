@@ -19,6 +19,7 @@ the same bits.
 
 from dataclasses import replace
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -180,7 +181,7 @@ def quantize_dequantize_operand(
         source,
         fmt,
         operand_block(fmt, operand, gemm),
-        stream=stream_of(fmt, operand, gemm, stream),
+        stream=_stream_of(fmt, operand, gemm, stream),
         amax_or_scale=amax_or_scale,
         dtype=dtype or x.dtype,
     )
@@ -238,7 +239,53 @@ def _format_of(fmt: str | Format, operand: Operand) -> Format:
     return operand_format(get_format(fmt) if isinstance(fmt, str) else fmt, operand)
 
 
-def stream_of(
+class Prepared(NamedTuple):
+    """A matrix and how it is quantized.
+
+    Attributes:
+        x: [rows, cols].
+        fmt: its own format.
+        block: (rows, cols) of a tile.
+        stream: None rounds to nearest even.
+        amax_or_scale: None if the format needs none.
+    """
+
+    x: Tensor
+    fmt: Format
+    block: Block
+    stream: StochasticStream | None
+    amax_or_scale: Tensor | None
+
+
+def prepare(
+    x: Tensor,
+    fmt: Format,
+    operand: Operand,
+    gemm: Gemm,
+    stream: StochasticStream | None,
+    amax_or_scale: Tensor | None,
+) -> Prepared:
+    """Return how an operand is quantized, and check it.
+
+    Args:
+        x: [rows, cols]; for wgrad what `rotated` returns.
+        fmt: the format of the GEMM.
+        operand: what x is.
+        gemm: what it enters.
+        stream: as in `quantize_dequantize_operand`.
+        amax_or_scale: as in `quantize_dequantize_operand`.
+
+    Raises:
+        ValueError: as `quantize_dequantize_operand` does.
+    """
+    own = operand_format(fmt, operand)
+    block = operand_block(own, operand, gemm)
+    reference.check(x, own, block)
+    random = _stream_of(own, operand, gemm, stream)
+    return Prepared(x, own, block, random, reference.amax_or_scale_of(x, amax_or_scale, own))
+
+
+def _stream_of(
     fmt: Format, operand: Operand, gemm: Gemm, stream: StochasticStream | None
 ) -> StochasticStream | None:
     """Return the stream to round with; None rounds to nearest even."""

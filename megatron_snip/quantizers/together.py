@@ -11,15 +11,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megatron_snip.formats import Block, Format
+from megatron_snip.formats import Format
 from megatron_snip.kernels import launch
 from megatron_snip.quantizers import reference
-from megatron_snip.quantizers.quantize import (
-    operand_block,
-    operand_format,
-    quantize_dequantize,
-    stream_of,
-)
+from megatron_snip.quantizers.quantize import Prepared, prepare, quantize_dequantize
 from megatron_snip.quantizers.stochastic import StochasticStream
 from megatron_snip.types import Gemm, Operand
 
@@ -71,47 +66,33 @@ def quantize_dequantize_operands(operands: Sequence[GemmOperand], fmt: Format) -
     Raises:
         ValueError: as `quantize_dequantize_operand` does.
     """
+    matrices = [
+        prepare(each.x, fmt, each.operand, each.gemm, each.stream, each.amax_or_scale)
+        for each in operands
+    ]
     # Gradients may have an element type of their own, and so another format.
     places: dict[Format, list[int]] = defaultdict(list)
-    for i, each in enumerate(operands):
-        places[operand_format(fmt, each.operand)].append(i)
+    for i, matrix in enumerate(matrices):
+        places[matrix.fmt].append(i)
     found: dict[int, Quantized] = {}
-    for operand_fmt, of_format in places.items():
-        matrices = [_matrix(operands[i], operand_fmt) for i in of_format]
-        found |= zip(of_format, _quantize(matrices, operand_fmt), strict=True)
+    for own_fmt, of_format in places.items():
+        amaxes = [operands[i].amaxes for i in of_format]
+        quantized = _quantize([matrices[i] for i in of_format], amaxes, own_fmt)
+        found |= zip(of_format, quantized, strict=True)
     return [found[i] for i in range(len(operands))]
 
 
-class _Matrix(NamedTuple):
-    """A matrix and how it is quantized.
+def _quantize(
+    matrices: Sequence[Prepared], amaxes: Sequence[Tensor], fmt: Format
+) -> list[Quantized]:
+    """Return matrices quantized to one format.
 
-    Attributes:
-        x: [rows, cols].
-        block: (rows, cols) of a tile.
-        amaxes: the largest magnitudes of its tiles.
-        stream: None rounds to nearest.
-        amax_or_scale: None if the format needs none.
+    Args:
+        matrices: the matrices.
+        amaxes: the largest magnitudes of their tiles.
+        fmt: the format.
     """
-
-    x: Tensor
-    block: Block
-    amaxes: Tensor
-    stream: StochasticStream | None
-    amax_or_scale: Tensor | None
-
-
-def _matrix(each: GemmOperand, fmt: Format) -> _Matrix:
-    """Return how an operand is quantized to its format."""
-    block = operand_block(fmt, each.operand, each.gemm)
-    reference.check(each.x, fmt, block)
-    stream = stream_of(fmt, each.operand, each.gemm, each.stream)
-    amax_or_scale = reference.amax_or_scale_of(each.x, each.amax_or_scale, fmt)
-    return _Matrix(each.x, block, each.amaxes, stream, amax_or_scale)
-
-
-def _quantize(matrices: Sequence[_Matrix], fmt: Format) -> list[Quantized]:
-    """Return matrices quantized to one format."""
-    scales = _scales(matrices, fmt)
+    scales = _scales(matrices, amaxes, fmt)
     has_kernels = launch.use_kernels(matrices[0].x.device, *(m.block for m in matrices))
     small = [i for i, m in enumerate(matrices) if not has_kernels and _is_small(m)]
     values: dict[int, Tensor] = {}
@@ -126,17 +107,19 @@ def _quantize(matrices: Sequence[_Matrix], fmt: Format) -> list[Quantized]:
     return [Quantized(values[i], decode) for i, (_, decode) in enumerate(scales)]
 
 
-def _scales(matrices: Sequence[_Matrix], fmt: Format) -> list[tuple[Tensor, Tensor]]:
+def _scales(
+    matrices: Sequence[Prepared], amaxes: Sequence[Tensor], fmt: Format
+) -> list[tuple[Tensor, Tensor]]:
     """Return (encode, decode) of each matrix, as `reference.tile_scales` does."""
-    flat = torch.cat([m.amaxes.flatten() for m in matrices])
+    flat = torch.cat([each.flatten() for each in amaxes])
     amax_or_scale = None
     if fmt.needs_amax_or_scale:
         given = [m.amax_or_scale for m in matrices if m.amax_or_scale is not None]
         amax_or_scale = torch.cat(
-            [each.expand(m.amaxes.numel()) for each, m in zip(given, matrices, strict=True)]
+            [each.expand(own.numel()) for each, own in zip(given, amaxes, strict=True)]
         )
     encodes, decodes = (
-        _parts(scale, [m.amaxes.shape for m in matrices])
+        _parts(scale, [each.shape for each in amaxes])
         for scale in reference.tile_scales(flat, fmt, amax_or_scale)
     )
     return list(zip(encodes, decodes, strict=True))
@@ -148,7 +131,7 @@ def _parts(flat: Tensor, shapes: Sequence[torch.Size]) -> list[Tensor]:
     return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
 
 
-def _quantize_alone(matrix: _Matrix, scales: tuple[Tensor, Tensor], fmt: Format) -> Tensor:
+def _quantize_alone(matrix: Prepared, scales: tuple[Tensor, Tensor], fmt: Format) -> Tensor:
     """Return one matrix quantized and dequantized."""
     return quantize_dequantize(
         matrix.x,
@@ -160,7 +143,7 @@ def _quantize_alone(matrix: _Matrix, scales: tuple[Tensor, Tensor], fmt: Format)
     )
 
 
-def _is_small(matrix: _Matrix) -> bool:
+def _is_small(matrix: Prepared) -> bool:
     """Return whether a matrix is small and has complete tiles only."""
     rows, cols = matrix.x.shape
     tall, wide = matrix.block
@@ -168,7 +151,7 @@ def _is_small(matrix: _Matrix) -> bool:
 
 
 def _quantize_in_one_buffer(
-    matrices: Sequence[_Matrix], scales: Sequence[tuple[Tensor, Tensor]], fmt: Format
+    matrices: Sequence[Prepared], scales: Sequence[tuple[Tensor, Tensor]], fmt: Format
 ) -> list[Tensor]:
     """Return what `_quantize_alone` does for each matrix; the results share memory.
 
