@@ -240,11 +240,6 @@ class PlannedModel:
             self.apply(options)
 
     @property
-    def has_fused_mlps(self) -> bool:
-        """Whether MLPs of any rank run fused operations; the same on all ranks."""
-        return bool(self.job.ties)
-
-    @property
     def experts_run_as_the_job(self) -> bool:
         """Whether every expert of this rank is untouched."""
         experts = (each for each in self.linears if each.placements[0].expert is not None)

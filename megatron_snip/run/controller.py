@@ -247,7 +247,8 @@ class SnipController:
 
         # A step of fused MLPs is measured in an extra run without the fusion.
         is_judged = state.guard is not None and state.guard.is_judging
-        step = TrainingStep(function, kwargs, is_judged or (measures and self.model.has_fused_mlps))
+        has_extra_run = measures and bool(self.model.job.ties)
+        step = TrainingStep(function, kwargs, may_repeat=is_judged or has_extra_run)
         if not measures:
             outcome = self._guard.run(iteration, step, state.plan, state.guard)
             state = self._after_step(state, iteration, outcome)

@@ -62,7 +62,7 @@ MIN_OPTIMIZER_STEPS = 10
 
 
 @dataclass(frozen=True)
-class Observation:
+class ObservedStep:
     """One iteration that measures the linears.
 
     Attributes:
@@ -159,7 +159,7 @@ class Observations:
             return True
         return not any(found.values)
 
-    def begin(self, iteration: int) -> Observation | Refresh:
+    def begin(self, iteration: int) -> ObservedStep | Refresh:
         """All ranks: prepare to measure the linears while an iteration runs.
 
         Args:
@@ -187,9 +187,11 @@ class Observations:
         rows_by_sender = self._dispatch.rows_by_sender
         observer = StepObserver(settings, self._topology, sensitivities, rows_by_sender)
         runtime = self._model.runtime
-        return Observation(observer, weights, sensitivities, runtime, self._dispatch)
+        return ObservedStep(observer, weights, sensitivities, runtime, self._dispatch)
 
-    def observe_unfused(self, observation: Observation, iteration: int, step: TrainingStep) -> None:
+    def observe_unfused(
+        self, observation: ObservedStep, iteration: int, step: TrainingStep
+    ) -> None:
         """All ranks: observe an unfused forward-backward, where MLPs run fused operations.
 
         Fused MLPs do not call their linears, so the step itself cannot be observed. What the
@@ -201,7 +203,7 @@ class Observations:
             iteration: the iteration that is about to run.
             step: its forward-backward call.
         """
-        if not self._model.has_fused_mlps:
+        if not self._model.job.ties:
             return
         begin = time.perf_counter()
         before = TrainingStateSnapshot(step.chunks)
@@ -213,17 +215,17 @@ class Observations:
         prepare_next_pass(step.chunks, self._optimizer)
         observation.observer.seconds = time.perf_counter() - begin
 
-    def observing_step(self, observation: Observation) -> AbstractContextManager[None]:
+    def observing_step(self, observation: ObservedStep) -> AbstractContextManager[None]:
         """All ranks: return the context in which a step runs, and is observed if that is possible.
 
         Args:
             observation: what `begin` returned.
         """
-        if self._model.has_fused_mlps:
+        if self._model.job.ties:
             return nullcontext()
         return observation.observing()
 
-    def end(self, observation: Observation, step: TrainingStep, outcome: Outcome) -> Refresh:
+    def end(self, observation: ObservedStep, step: TrainingStep, outcome: Outcome) -> Refresh:
         """All ranks: return what was observed while a step ran, added up over ranks.
 
         Args:

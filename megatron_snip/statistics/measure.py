@@ -174,7 +174,13 @@ def partial_sums(
         input_grad = matmul_fp32(single.grad_output, copies.dgrad)
         torch.sub(input_grad, input_grads[0], out=input_grads[i])
         operands.weight.measure_error(name, copies)
-        found = _token_errors(operands, single)
+        # In place: the products above were the last use of these copies.
+        found = {
+            "input_error_square": row_norms(single.input.sub_(x)),
+            "grad_error_in_dgrad_square": row_norms(
+                single.grad_output.sub_(single.original_grad_output)
+            ),
+        }
         found |= _wgrad_errors(tiles, wgrad, sensitivity, features)
         norms |= {f"{name}.{error}": of_rows for error, of_rows in found.items()}
     if kind == "row":
@@ -253,23 +259,6 @@ def _quantized(
     return single, tiles, operands.weight.copies(name, of_weight, quantized[4:])
 
 
-def _token_errors(operands: Operands, quantized: _TokenPair) -> dict[str, Tensor]:
-    """Return the row norms of the errors of X in fprop and of G in dgrad.
-
-    Args:
-        operands: the shard's tensors.
-        quantized: X and G in a format; overwritten.
-
-    Returns:
-        {name of the sum of squares that `sums_of_squares` makes of them: row norms}.
-    """
-    x_q, g_q, original_g = quantized
-    return {
-        "input_error_square": row_norms(x_q.sub_(operands.input)),
-        "grad_error_in_dgrad_square": row_norms(g_q.sub_(original_g)),
-    }
-
-
 def _wgrad_errors(
     quantized: _TokenPair, wgrad: Tensor, sensitivity: Sensitivity | None, features: slice
 ) -> dict[str, Tensor]:
@@ -282,7 +271,7 @@ def _wgrad_errors(
         features: as in `partial_sums`.
 
     Returns:
-        The row norms of each error, as `_token_errors` does.
+        {name of the sum of squares that `sums_of_squares` makes of them: row norms of an error}.
     """
     x_q, g_q, g = quantized
     error = matmul_fp32(g_q.t(), x_q).sub_(wgrad)
