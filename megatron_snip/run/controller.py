@@ -60,7 +60,7 @@ from megatron_snip.run.replanning import (
 )
 from megatron_snip.run.schedule import Schedule, ScheduleState
 from megatron_snip.run.solve import Solver
-from megatron_snip.run.start import first_change, first_state
+from megatron_snip.run.start import differences, first_change, first_state, measures_nothing
 from megatron_snip.run.state import RunState, state_of_model
 from megatron_snip.run.step import ForwardBackward, Results, Runner, StepLoss, TrainingStep
 from megatron_snip.run.step_times import StepTimes
@@ -181,7 +181,11 @@ class SnipController:
             lambda plan: self._observations.loss_divergence(self._state.observations, plan),
             num_done,
         )
-        self._warn_if_nothing_is_measured(train_iters)
+        if measures_nothing(self.config, self._schedule, train_iters):
+            self._reporter.warn(
+                f"nothing will be measured: --snip-start-step is {self.config.start_step}, and the "
+                f"run has {train_iters} iterations"
+            )
         self.evaluations.warn_if_a_plan_cannot_run(self._plans.available.options)
 
         # The plan that the run starts with, and the rest of a stopped run's state.
@@ -335,18 +339,6 @@ class SnipController:
 
     # ---- the start ------------------------------------------------------------------------------
 
-    def _warn_if_nothing_is_measured(self, train_iters: int | None) -> None:
-        config = self.config
-        # With a plan file there is a plan to run, so a run without a measurement makes sense.
-        should_measure = config.plan_file is None and (
-            config.collect_only or not self._schedule.plans_without_statistics
-        )
-        if should_measure and train_iters is not None and train_iters < config.start_step:
-            self._reporter.warn(
-                f"nothing will be measured: --snip-start-step is {config.start_step}, and the run "
-                f"has {train_iters} iterations"
-            )
-
     def _start(self, stopped: RunState | None, first: FirstPlan) -> None:
         """All ranks: apply and report the first plan; continue with what was being solved.
 
@@ -360,7 +352,8 @@ class SnipController:
             num_changed, is_resumed = change
             first_iteration = self._state.iteration + 1
             self._report_plan(first_iteration, self.plan, num_changed, is_resumed=is_resumed)
-        for text in self._differences(stopped, first):
+        enough = self._observations.suffice(self._state.observations)
+        for text in differences(self._state, stopped, first, self._plans, enough):
             self._reporter.warn(text)
         if stopped is None or not self._schedule.changes_plans:
             return
@@ -379,24 +372,6 @@ class SnipController:
                 self._solver.begin(pending, self.plan)
         except SnipError as failure:
             self._keep_plan(self._state, done + 1, failure)
-
-    def _differences(self, stopped: RunState | None, first: FirstPlan) -> list[str]:
-        """Return lines about what differs from the stopped run, or from the plan file."""
-        settings = [] if stopped is None else stopped.changes(self._plans.reported_settings())
-        if settings:
-            texts = [*settings, *first.changes]
-            left = () if stopped is None else changed_linears(stopped.plan, self.plan)
-            if left and first.source is not PlanSource.CHECKPOINT:
-                options = dict.fromkeys(str(self.plan.linears[name]) for name in left)
-                texts.append(
-                    f"{len(left)} of {len(self.plan.linears)} linears leave the checkpoint's plan "
-                    f"and run {', '.join(options)}"
-                )
-            if first.is_outdated and not self._observations.suffice(self._state.observations):
-                texts.append("the next refresh plans with them")
-            return [f"this run resumes with other settings: {'; '.join(texts)}"]
-        changes = (*first.changes, *self._plans.recipe_changes())
-        return [f"{self.plan.label}: {text}" for text in changes]
 
     # ---- an iteration, in order -----------------------------------------------------------------
 

@@ -2,8 +2,9 @@
 
 from dataclasses import replace
 
+from megatron_snip.config import SnipConfig
 from megatron_snip.options import BF16
-from megatron_snip.planning.plan import PrecisionPlan
+from megatron_snip.planning.plan import PrecisionPlan, changed_linears
 from megatron_snip.run.guard import GuardState
 from megatron_snip.run.plans import FirstPlan, PlanSource, RunPlans
 from megatron_snip.run.schedule import Schedule
@@ -101,3 +102,47 @@ def first_change(
     changes_nothing_yet = not num_changed and schedule.changes_plans
     needs_no_report = changes_nothing_yet and (stopped is not None or starts_in_bf16)
     return None if needs_no_report and not state.history else (num_changed, is_resumed)
+
+
+def differences(
+    state: RunState,
+    stopped: RunState | None,
+    first: FirstPlan,
+    plans: RunPlans,
+    has_enough_measurements: bool,
+) -> list[str]:
+    """Return lines about what differs from the stopped run, or from the plan file.
+
+    Args:
+        state: what `first_state` returned.
+        stopped: the state of the stopped run; None for a new run.
+        first: the plan that the run starts with.
+        plans: the settings that a resumed run reports.
+        has_enough_measurements: whether the stopped run measured enough to plan from.
+    """
+    plan = state.plan
+    settings = [] if stopped is None else stopped.changes(plans.reported_settings())
+    if not settings:
+        changes = (*first.changes, *plans.recipe_changes())
+        return [f"{plan.label}: {text}" for text in changes]
+    texts = [*settings, *first.changes]
+    left = () if stopped is None else changed_linears(stopped.plan, plan)
+    if left and first.source is not PlanSource.CHECKPOINT:
+        options = dict.fromkeys(str(plan.linears[name]) for name in left)
+        texts.append(
+            f"{len(left)} of {len(plan.linears)} linears leave the checkpoint's plan and run "
+            f"{', '.join(options)}"
+        )
+    if first.is_outdated and not has_enough_measurements:
+        texts.append("the next refresh plans with them")
+    return [f"this run resumes with other settings: {'; '.join(texts)}"]
+
+
+def measures_nothing(config: SnipConfig, schedule: Schedule, train_iters: int | None) -> bool:
+    """Return whether a run that should measure ends before its first refresh.
+
+    With a plan file there is a plan to run, so a run without a measurement makes sense.
+    """
+    needs_measurements = config.collect_only or not schedule.plans_without_statistics
+    ends_before = train_iters is not None and train_iters < config.start_step
+    return config.plan_file is None and needs_measurements and ends_before
