@@ -22,8 +22,8 @@ from megatron_snip.config import SnipConfig
 from megatron_snip.errors import naming_field
 from megatron_snip.formats import get_format
 from megatron_snip.linears.availability import AvailableOptions, available_options
-from megatron_snip.linears.calibrate import timed_options
 from megatron_snip.linears.model import PlannedModel
+from megatron_snip.linears.timed_options import timed_options
 from megatron_snip.options import BF16, Option
 from megatron_snip.planning.plan import (
     PrecisionPlan,

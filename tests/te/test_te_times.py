@@ -14,8 +14,8 @@ from megatron_snip.divergence.quality_loss import unmeasured_problem
 from megatron_snip.errors import UnsupportedError, UsageError
 from megatron_snip.linears import calibrate
 from megatron_snip.linears.availability import AvailableOptions, available_options
-from megatron_snip.linears.calibrate import timed_options
 from megatron_snip.linears.model import PlannedModel
+from megatron_snip.linears.timed_options import timed_options
 from megatron_snip.options import Option
 from megatron_snip.planning.calibration import read_calibration
 from megatron_snip.planning.planner import make_plan
