@@ -88,7 +88,9 @@ class _Layer:
     def rows_by_sender(self, expert: int, num_rows: int) -> RowsBySender | None:
         """Return an expert's rows by data rank; None if their number is not the router's."""
         if self.sent is not None:  # the first of the layer's linears to ask in this forward
-            self._exchange(self.sent)
+            everyone = self.sent.new_empty(self.group.size() * self.sent.numel())
+            dist.all_gather_into_tensor(everyone, self.sent, group=self.group)
+            self.counts = everyone.view(self.group.size(), -1)[self.arrival].tolist()
             self.sent = None
         counts = [sent[expert] for sent in self.counts]
         if sum(counts) != num_rows:  # tokens over an expert's capacity are dropped, rows padded
@@ -99,22 +101,16 @@ class _Layer:
             by_rank.setdefault(place[0], []).append(by_place[place])
         return {rank: torch.cat(parts) for rank, parts in by_rank.items()}
 
-    def _exchange(self, sent: torch.Tensor) -> None:
-        """All ranks of the group: learn how many rows each sent to each expert."""
-        everyone = sent.new_empty(self.group.size() * sent.numel())
-        dist.all_gather_into_tensor(everyone, sent, group=self.group)
-        self.counts = everyone.view(self.group.size(), -1)[self.arrival].tolist()
-
 
 def _layer(
     moe: Any, topology: Topology, places_of: dict[dist.ProcessGroup, list[tuple[int, int]]]
 ) -> _Layer | None:
-    """Return a layer; None where rows need no sorting, or their order is unknown.
+    """All ranks: return a layer; None where rows need no sorting, or their order is unknown.
 
     Args:
         moe: Megatron's MoE layer.
         topology: this rank's place.
-        places_of: places of the ranks of a group, for groups that were asked before.
+        places_of: (data rank, tensor rank) of the ranks of a group, for groups asked before.
     """
     dispatcher = moe.token_dispatcher
     group = dispatcher.tp_ep_group
@@ -129,16 +125,12 @@ def _layer(
     else:
         return None
     if group not in places_of:
-        places_of[group] = _places(group, topology)
+        device = torch.cuda.current_device()
+        own = torch.tensor([topology.data.rank, topology.tp.rank], device=device)
+        everyone = own.new_empty(2 * group.size())
+        dist.all_gather_into_tensor(everyone, own, group=group)
+        places_of[group] = [(data, tensor) for data, tensor in everyone.view(-1, 2).tolist()]
     places = [places_of[group][i] for i in arrival]
     if len({data for data, _ in places}) == 1 and places == sorted(places):
         return None  # the rows are as one data rank alone would have them
     return _Layer(moe.router, group, arrival, places)
-
-
-def _places(group: dist.ProcessGroup, topology: Topology) -> list[tuple[int, int]]:
-    """All ranks of a group: return (data rank, tensor rank) of each."""
-    own = torch.tensor([topology.data.rank, topology.tp.rank], device=torch.cuda.current_device())
-    everyone = own.new_empty(2 * group.size())
-    dist.all_gather_into_tensor(everyone, own, group=group)
-    return [(data, tensor) for data, tensor in everyone.view(-1, 2).tolist()]

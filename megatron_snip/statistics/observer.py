@@ -227,7 +227,10 @@ class StepObserver:
         self._num_forwards[placement] += 1
         with self._measuring():
             forward_scales = self._delayed(delayed_scales)
-            kept = self._keep(call, input.detach())
+            samples = self._draw_samples(call)
+            x = input.detach().reshape(-1, input.shape[-1])
+            fill = partial(self._fill, call, samples, x)
+            kept = _Kept(samples, self._try(placement, fill) if samples else None)
 
         def on_backward(grad: Tensor) -> None:
             with self._measuring():
@@ -305,14 +308,6 @@ class StepObserver:
                 yield
         finally:
             self.seconds += time.perf_counter() - begin
-
-    def _keep(self, call: _Call, input: Tensor) -> _Kept:
-        """Keep what the backward needs of a linear's input."""
-        samples = self._draw_samples(call)
-        if not samples:
-            return _Kept([], None)
-        x = input.reshape(-1, input.shape[-1])
-        return _Kept(samples, self._try(call.placement, partial(self._fill, call, samples, x)))
 
     def _draw_samples(self, call: _Call) -> list[Sample]:
         """Return the sampled tokens of a linear's input by sender, without X.

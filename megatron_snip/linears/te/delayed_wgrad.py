@@ -55,14 +55,10 @@ def deferrals(module: Any, num_weights: int) -> list[Deferral | None]:
         if is_grouped(module):
             _put_experts(store, entries)
         else:
-            _put(store, entries[0])
+            g, x, own_wgrad = entries[0]
+            store.put([x, g], lambda x, g: (own_wgrad(g, x), None))
 
     return [partial(defer, index=i) for i in range(num_weights)]
-
-
-def _put(store: Any, entry: _Entry) -> None:
-    g, x, wgrad = entry
-    store.put([x, g], lambda x, g: (wgrad(g, x), None))
 
 
 def _put_experts(store: Any, entries: list[_Entry]) -> None:

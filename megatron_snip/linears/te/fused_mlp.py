@@ -137,12 +137,10 @@ def fused_linears(chunk: torch.nn.Module) -> list[Any]:
 
 def _with_linears(chunk: torch.nn.Module) -> Iterator[tuple[Any, list[Any]]]:
     """Yield (MLP with fused operations, its two linears)."""
-    for module in filter(_is_fused_kind, chunk.modules()):
+    for module in chunk.modules():
+        kinds = {kind.__name__ for kind in type(module).__mro__}
+        if "TEFusedMLP" not in kinds and not getattr(module, _EXPERTS_SWITCH, False):
+            continue
         own = [getattr(module, name, None) for name in ("linear_fc1", "linear_fc2")]
         if None not in own:
             yield module, own
-
-
-def _is_fused_kind(module: torch.nn.Module) -> bool:
-    kinds = {kind.__name__ for kind in type(module).__mro__}
-    return "TEFusedMLP" in kinds or bool(getattr(module, _EXPERTS_SWITCH, False))

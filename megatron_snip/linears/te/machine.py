@@ -107,14 +107,11 @@ def this_machine(with_te: bool, config: Any = None) -> Machine:
             log_failure(logger, "importing Transformer Engine", error)
         return Machine(capability, run=run)
     unavailable = {} if capability is None else _unavailable_recipes(manager)
-    return Machine(capability, str(te.__version__), unavailable, run, _backward_override())
-
-
-def _backward_override() -> str:
-    """Return what NVTE_BACKWARD_OVERRIDE was when Transformer Engine was imported."""
     recipes = importlib.import_module("transformer_engine.common.recipe")
-    # Releases without the variable have no such default of a recipe.
-    return str(getattr(recipes.Float8CurrentScaling, "backward_override", None) or "")
+    # What NVTE_BACKWARD_OVERRIDE was when Transformer Engine was imported. Releases without the
+    # variable have no such default of a recipe.
+    override = getattr(recipes.Float8CurrentScaling, "backward_override", None)
+    return Machine(capability, str(te.__version__), unavailable, run, str(override or ""))
 
 
 def _unavailable_recipes(manager: Any) -> dict[str, str]:
