@@ -228,8 +228,7 @@ class StepObserver:
         with self._measuring():
             forward_scales = self._delayed(delayed_scales)
             samples = self._draw_samples(call)
-            x = input.detach().reshape(-1, input.shape[-1])
-            fill = partial(self._fill, call, samples, x)
+            fill = partial(self._fill, call, samples, input.detach())
             kept = _Kept(samples, self._try(placement, fill) if samples else None)
 
         def on_backward(grad: Tensor) -> None:
@@ -335,8 +334,9 @@ class StepObserver:
             samples.append(replace(drawn, rows=drawn.rows if rows is None else rows[drawn.rows]))
         return samples
 
-    def _fill(self, call: _Call, samples: list[Sample], x: Tensor) -> Tensor | None:
-        """Put the sampled rows of X [tokens, K] into the samples; return `_Kept.amaxes`."""
+    def _fill(self, call: _Call, samples: list[Sample], input: Tensor) -> Tensor | None:
+        """Put the sampled rows of X into the samples; return `_Kept.amaxes`."""
+        x = input.reshape(-1, input.shape[-1])
         prepare = call.prepare_input
         amaxes = None
         if self._needs_amaxes_or_scales:
