@@ -31,8 +31,8 @@ from megatron_snip.linears.te.precision_config import (
     export_configs,
     stage_paths,
 )
-from megatron_snip.linears.te.recipe import TERecipe, needed_run
-from megatron_snip.linears.te.recipe_table import RECIPES, GemmRecipe, RunPrecision
+from megatron_snip.linears.te.recipe import TERecipe, needed_precision
+from megatron_snip.linears.te.recipe_table import RECIPES, GemmRecipe, JobPrecision
 from megatron_snip.linears.te.refusals import te_refusal
 from megatron_snip.options import BF16, Option, nearest_option
 from megatron_snip.output import yaml_text
@@ -117,7 +117,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _values(kind: str, field: str) -> tuple[str, ...]:
     """Return what a run's `--fp8-recipe`, `--fp8-format` and so on can be."""
-    runs = [recipe.run for recipe in RECIPES.values() if recipe.run.kind == kind]
+    runs = [recipe.precision for recipe in RECIPES.values() if recipe.precision.kind == kind]
     return tuple(dict.fromkeys(getattr(run, field) for run in runs))
 
 
@@ -268,7 +268,7 @@ def _export_precision_file(plan: PrecisionPlan, about: str, args: argparse.Names
             "this machine has no GPU; give the GPUs' capability: --capability 9.0 (Hopper) or 10.0 "
             "(Blackwell)"
         )
-    machine = Machine(capability, te_version="any", run=_run_precision(args))
+    machine = Machine(capability, te_version="any", job=_job_precision(args))
     recipes, changes = _recipes(plan, machine)
     stage_layers = stage_layers_from(
         args, list(plan.linears), plan.stage_layers, num_stages=len(plan.stages)
@@ -284,7 +284,7 @@ def _export_precision_file(plan: PrecisionPlan, about: str, args: argparse.Names
         "--te-precision-config-file.",
     )
     for stage, (path, config) in enumerate(zip(paths, configs, strict=True)):
-        write_output(path, config_text(config, comment, needed_run(recipes.values()).flags))
+        write_output(path, config_text(config, comment, needed_precision(recipes.values()).flags))
         found = f"wrote {path}: {len(config['matchers'])} matchers"
         print(found if len(paths) == 1 else f"{found} of {_described(stage_layers.root[stage])}")
     for option, recipe in recipes.items():
@@ -310,23 +310,23 @@ def _described(chunks: Iterable[Mapping[str, int]]) -> str:
     return " and ".join(spans)
 
 
-def _run_precision(args: argparse.Namespace) -> RunPrecision:
-    """Return the run's own low precision, as the flags say; BF16 without them."""
+def _job_precision(args: argparse.Namespace) -> JobPrecision:
+    """Return the job's own low precision, as the flags say; BF16 without them."""
     if args.fp8_format is not None and args.fp8_recipe is None:
         raise UsageError("--fp8-format needs --fp8-recipe; give both as the run has them")
     if args.fp8_recipe is not None and args.fp4_recipe is not None:
         raise UsageError("--fp8-recipe and --fp4-recipe: a run has one of them; leave one out")
     if args.fp8_recipe is not None:
-        return RunPrecision("fp8", args.fp8_format or "e4m3", args.fp8_recipe)
+        return JobPrecision("fp8", args.fp8_format or "e4m3", args.fp8_recipe)
     if args.fp4_recipe is not None:
-        return RunPrecision("fp4", "e2m1", args.fp4_recipe)
-    return RunPrecision()
+        return JobPrecision("fp4", "e2m1", args.fp4_recipe)
+    return JobPrecision()
 
 
 def _print_required_flags(
     recipes: Iterable[TERecipe], paths: Sequence[Path], stores_weights: bool
 ) -> None:
-    needed = needed_run(recipes)
+    needed = needed_precision(recipes)
     file = shlex.quote(str(paths[0])) + ("  # of its stage" if len(paths) > 1 else "")
     flags = ["--transformer-impl transformer_engine", "--bf16", needed.flags]
     flags.append(f"--te-precision-config-file {file}")
@@ -343,7 +343,7 @@ def _print_required_flags(
         if stores_weights:
             advice = f"With --{needed.kind}-param-gather weights are stored as the file says."
         print(advice)
-    others = "run in the run's own precision" if needed.kind else "stay in BF16"
+    others = "run in the job's own precision" if needed.kind else "stay in BF16"
     print(f"Linears that the plan does not name {others}.")
 
 

@@ -69,9 +69,9 @@ def run(args: argparse.Namespace) -> int:
     for text, count in Counter(map(str, plan.linears.values())).most_common():
         print(f"  {text}: {count} linears")
     print(f"share of FLOPs in the lowest precision: {plan.efficiency:.4f}")
-    if base == BF16 and any(file.follows_the_run() for file in files):
+    if base == BF16 and any(file.follows_the_job() for file in files):
         print(
-            "warning: the file leaves linears in the run's own precision, which is taken as bf16; "
+            "warning: the file leaves linears in the job's own precision, which is taken as bf16; "
             "give --base fp8 for a run with --fp8-format"
         )
     if any(file.has_evaluation_recipes() for file in files):

@@ -87,9 +87,9 @@ def _print_runs(out: Console, machine: Machine) -> None:
     out.print("The table is that of a BF16 run. In a run with flags of its own:")
     table = new_table(("the run's flags", "format", "under te"))
     for recipe in RECIPES.values():
-        if recipe.run.kind:
-            text = te_support(recipe.run.kind, replace(machine, run=recipe.run))[1]
-            table.add_row(recipe.run.flags, recipe.run.kind, text)
+        if recipe.precision.kind:
+            text = te_support(recipe.precision.kind, replace(machine, job=recipe.precision))[1]
+            table.add_row(recipe.precision.flags, recipe.precision.kind, text)
     out.print(table)
 
 

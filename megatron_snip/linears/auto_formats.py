@@ -47,11 +47,11 @@ def resolve_formats(
     """
     machine = job.machine
     with_te = job.backend == "te"
-    if machine.run.kind and not with_te:
+    if machine.job.kind and not with_te:
         warn_once_per_job(
             logger,
-            f"snip: simulated linears in a run with {machine.run.flags}: what a plan leaves in "
-            f"bf16 runs that instead, in evaluations too; drop --{machine.run.kind}-format",
+            f"snip: simulated linears in a run with {machine.job.flags}: what a plan leaves in "
+            f"bf16 runs that instead, in evaluations too; drop --{machine.job.kind}-format",
         )
     formats = config.formats
     why = ""
@@ -163,10 +163,10 @@ def _log_recipes(formats: Sequence[str], machine: Machine) -> None:
         recipe, text = te_support(name, machine)
         if recipe and recipe != "bf16":
             warn_once_per_job(logger, f"snip: {name} is {text}", logging.INFO)
-    if machine.run.kind and not machine.run_recipe:
+    if machine.job.kind and not machine.job_recipe:
         warn_once_per_job(
             logger,
-            f"snip: the run's own recipe ({machine.run.flags}) counts as fp8: the linears that the "
+            f"snip: the job's own recipe ({machine.job.flags}) counts as fp8: the linears that the "
             "run gives it keep it where their option is fp8; it is measured as the fp8 above",
         )
     for line in (*conflicting_settings(machine), *unmeasured_settings(formats, machine)):

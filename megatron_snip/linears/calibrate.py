@@ -250,9 +250,9 @@ def te_linear(machine: Machine, shape: TimedShape, option: Option, x: Tensor) ->
     linear = make(shape.in_features, shape.out_features, bias=False, params_dtype=x.dtype, **fused)
     recipe = te_recipe(option, machine)
     params = quant_params(recipe)
-    # Megatron opens the autocast of the run's own recipe around each layer.
+    # Megatron opens the autocast of the job's own recipe around each layer.
     around: Callable[[], AbstractContextManager[None]] = nullcontext
-    if recipe.follows_the_run:
+    if recipe.follows_the_job:
         around = partial(te.fp8_autocast, enabled=True, fp8_recipe=built_in_recipe(recipe.fprop))
 
     def forward() -> Tensor:

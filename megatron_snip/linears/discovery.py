@@ -8,7 +8,7 @@ of the layers and stay BF16.
 
 Where a language model is a part of the model, its layers alone are planned. A vision or audio
 encoder beside it, and a teacher within it, have layers with the same names, other tokens and often
-frozen weights; they keep the run's own precision.
+frozen weights; they keep the job's own precision.
 """
 
 import logging

@@ -111,7 +111,7 @@ def _gathered(module: Any, recipe: TERecipe) -> str:
 
 
 def _mismatches(name: str, layout: dict[str, Any]) -> list[str]:
-    run = RECIPES[name].run
+    run = RECIPES[name].precision
     is_hopper = "wise" in name or "delayed" in name
     with capability.on((9, 0) if is_hopper else (10, 0)):
         FP8GlobalStateManager.reset()

@@ -26,7 +26,7 @@ def test_measuring_leaves_no_trace_in_the_history(te_lab: Lab) -> None:
     collected = te_lab.run("te tp2", [*SHORT, *COLLECT_ONLY])
     assert weights(collected) == weights(plain)
     assert logged(collected, "grad norm") == logged(plain, "grad norm")
-    assert "fp8 is the run's own delayed_hybrid recipe" in collected.logs[0]
+    assert "fp8 is the job's own delayed_hybrid recipe" in collected.logs[0]
 
 
 def test_a_killed_run_resumes_bitwise(te_lab: Lab) -> None:

@@ -108,7 +108,7 @@ def test_a_custom_recipe_of_the_job_counts_as_fp8_in_plans_and_in_the_log(
     model = build(fp8="e4m3", fp8_recipe="custom", fp8_quantizer_factory=factory)
     with caplog.at_level("INFO", "megatron_snip"):
         resolved(model)
-    custom = "snip: the run's own recipe (--fp8-format e4m3 --fp8-recipe custom) counts as fp8: "
+    custom = "snip: the job's own recipe (--fp8-format e4m3 --fp8-recipe custom) counts as fp8: "
     assert custom in caplog.text
     under = PlannedModel([model], Topology(), seed=7)
     under.install()

@@ -34,7 +34,7 @@ OPERANDS = {
 
 def te_recipe(name: str) -> Any:
     recipe = built_in_recipe(name)
-    if RECIPES[name].run.kind == "fp4":
+    if RECIPES[name].precision.kind == "fp4":
         return type(recipe)(disable_stochastic_rounding=True)
     return recipe
 

@@ -16,7 +16,7 @@ import torch
 
 from megatron_snip.errors import UsageError
 from megatron_snip.linears.te.recipe import RecipeFields, TERecipe
-from megatron_snip.linears.te.recipe_table import RECIPES, RunPrecision, recipe_of
+from megatron_snip.linears.te.recipe_table import RECIPES, JobPrecision, recipe_of
 from megatron_snip.options import Option
 from megatron_snip.planning.fixed import Source
 from megatron_snip.types import split_linear_name
@@ -108,13 +108,13 @@ def _uniform(name: str) -> TERecipe:
 
 
 def _default_recipe(config: Any, name: str) -> str:
-    run = RunPrecision.of(config)
+    job = JobPrecision.of(config)
     block, layer, _ = split_linear_name(name)
-    if not run.kind or is_bf16_layer(config, block, layer):
+    if not job.kind or is_bf16_layer(config, block, layer):
         return "bf16"
-    if run.kind == "fp4" and not _opens_fp4(config, block):
+    if job.kind == "fp4" and not _opens_fp4(config, block):
         return "bf16"
-    return recipe_of(run) or CUSTOM
+    return recipe_of(job) or CUSTOM
 
 
 def _opens_fp4(config: Any, block: str) -> bool:
@@ -154,7 +154,7 @@ def is_bf16_layer(config: Any, block: str, layer: int) -> bool:
         return False
     # Megatron opens FP8 around all layers of multi-token prediction, also around a hybrid stack in
     # one, whose layers are a block of their own (`mtp.layers.0.mtp_model_layer`).
-    if block == "mtp" or (block.startswith("mtp.") and RunPrecision.of(config).kind == "fp8"):
+    if block == "mtp" or (block.startswith("mtp.") and JobPrecision.of(config).kind == "fp8"):
         return False
     first = int(config.num_layers_at_start_in_bf16)
     last = int(config.num_layers) - int(config.num_layers_at_end_in_bf16)

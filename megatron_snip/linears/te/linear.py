@@ -38,7 +38,7 @@ from megatron_snip.linears.te.machine import Machine, forward_only, te_recipe
 from megatron_snip.linears.te.modules import EXTENSION, weights_of
 from megatron_snip.linears.te.overlap import Overlap
 from megatron_snip.linears.te.recipe import BF16_RECIPE, TERecipe
-from megatron_snip.linears.te.recipe_table import RECIPES, RunPrecision
+from megatron_snip.linears.te.recipe_table import RECIPES, JobPrecision
 from megatron_snip.linears.te.refusals import linear_refusal, te_refusal, token_refusal
 from megatron_snip.linears.te.stored_weight import stored_weights
 from megatron_snip.linears.te.tap import with_tap
@@ -233,7 +233,7 @@ class RecipeTELinear:
         """Drop what was made from the weights of the step before."""
         # Quantized weights stay in a run that quantizes by default: there Transformer Engine
         # quantizes again into the same memory, to which captured CUDA graphs write.
-        if not self.runs_as_job and not RunPrecision.of(self.module.config).kind:
+        if not self.runs_as_job and not JobPrecision.of(self.module.config).kind:
             self.module._fp8_workspaces.clear()
         if self.stored is not None:
             self.stored.begin_step()
@@ -254,7 +254,7 @@ class RecipeTELinear:
         replay. In another run the weight is quantized in every microbatch: a graph that reuses it
         would use the first quantized weight forever.
         """
-        if not RunPrecision.of(self.module.config).kind:
+        if not JobPrecision.of(self.module.config).kind:
             # With this, Megatron passes `is_first_microbatch=None`, and Transformer Engine then
             # keeps no quantized weight for the next microbatch.
             self.module.disable_parameter_transpose_cache = True

@@ -17,9 +17,9 @@ from megatron_snip.config import Backend
 from megatron_snip.formats import Format, get_format
 from megatron_snip.linears.te.recipe import TERecipe
 from megatron_snip.linears.te.recipe_table import (
-    BF16_RUN,
+    BF16_JOB,
     RECIPES,
-    RunPrecision,
+    JobPrecision,
     Setting,
     recipe_of,
 )
@@ -56,7 +56,7 @@ class Machine:
         te_version: version of Transformer Engine, or None where it cannot be imported.
         te_unavailable: recipes that Transformer Engine cannot run here -> its reason. A key is a
             name in `RECIPES`, RECIPES_PER_GEMM or RECIPES_PER_GEMM_IN_EXPERTS.
-        run: the low precision that the run has by default.
+        job: the low precision that the job has by default.
         backward_override: what Transformer Engine runs dgrad and wgrad of every quantized linear
             in: `high_precision` (BF16), `dequantized` (BF16, of W and X as fprop rounded them), or
             empty: as the recipe says.
@@ -65,13 +65,13 @@ class Machine:
     capability: tuple[int, int] | None = None
     te_version: str | None = None
     te_unavailable: Mapping[str, str] = field(default_factory=dict)
-    run: RunPrecision = BF16_RUN
+    job: JobPrecision = BF16_JOB
     backward_override: str = ""
 
     @property
-    def run_recipe(self) -> str:
-        """Name in `RECIPES` of the run's own recipe; empty in a BF16 run or for a custom recipe."""
-        return recipe_of(self.run) if self.run.kind else ""
+    def job_recipe(self) -> str:
+        """Name in `RECIPES` of the job's own recipe; empty in a BF16 run or for a custom recipe."""
+        return recipe_of(self.job) if self.job.kind else ""
 
     def runs_on(self, gpus: tuple[str, ...]) -> bool:
         """Return whether the GPU is one of those that a recipe lists."""
@@ -93,25 +93,25 @@ def this_machine(with_te: bool, config: Any = None) -> Machine:
     Args:
         with_te: query Transformer Engine as well. It is imported for that, which takes seconds
             and fails on a machine without its libraries.
-        config: Megatron's TransformerConfig of the run, for the run's own precision.
+        config: Megatron's TransformerConfig of the run, for the job's own precision.
     """
     capability = torch.cuda.get_device_capability() if torch.cuda.is_available() else None
-    run = RunPrecision.of(config)
+    job = JobPrecision.of(config)
     if not with_te:
-        return Machine(capability, run=run)
+        return Machine(capability, job=job)
     try:
         te = importlib.import_module("transformer_engine")
         manager = importlib.import_module("transformer_engine.pytorch.fp8").FP8GlobalStateManager
     except Exception as error:  # not installed, or its import fails in a way of its own
         if getattr(error, "name", None) != "transformer_engine":
             log_failure(logger, "importing Transformer Engine", error)
-        return Machine(capability, run=run)
+        return Machine(capability, job=job)
     unavailable = {} if capability is None else _unavailable_recipes(manager)
     recipes = importlib.import_module("transformer_engine.common.recipe")
     # What NVTE_BACKWARD_OVERRIDE was when Transformer Engine was imported. Releases without the
     # variable have no such default of a recipe.
     override = getattr(recipes.Float8CurrentScaling, "backward_override", None)
-    return Machine(capability, str(te.__version__), unavailable, run, str(override or ""))
+    return Machine(capability, str(te.__version__), unavailable, job, str(override or ""))
 
 
 def _unavailable_recipes(manager: Any) -> dict[str, str]:
@@ -152,9 +152,9 @@ def te_support(name: str, machine: Machine) -> tuple[str, str]:
     recipes = {key: recipe for key, recipe in RECIPES.items() if name in recipe.formats}
     if not recipes:
         return "", f"Transformer Engine has no recipe for {name}"
-    is_own = machine.capability is not None and machine.run_recipe in recipes
+    is_own = machine.capability is not None and machine.job_recipe in recipes
     if is_own:
-        found = machine.run_recipe
+        found = machine.job_recipe
     else:
         runnable = [key for key, recipe in recipes.items() if machine.runs_on(recipe.gpus)]
         found = runnable[0] if runnable else ""  # the best comes first
@@ -171,7 +171,7 @@ def te_support(name: str, machine: Machine) -> tuple[str, str]:
     effects = "".join(f", {setting.effect} ({setting.variable})" for setting in _active(found))
     if machine.backward_override:
         effects += f", dgrad and wgrad in BF16 ({OVERRIDE})"
-    whose = "the run's own " if is_own else ""
+    whose = "the job's own " if is_own else ""
     return found, f"{whose}{found} recipe: {RECIPES[found].text}{effects}"
 
 
@@ -193,7 +193,7 @@ def conflicting_settings(machine: Machine) -> list[str]:
     return [
         f"{recipe} cannot run: {text}"
         for recipe in RECIPES
-        if machine.runs_on(RECIPES[recipe].gpus) or recipe == machine.run_recipe
+        if machine.runs_on(RECIPES[recipe].gpus) or recipe == machine.job_recipe
         for text in _conflicts(recipe, machine)
     ]
 

@@ -229,7 +229,7 @@ class PrecisionFile:
         key = matcher.config
         config = checked(_Config, self.configs[key], f"{self.source}: config '{key}'")
         fields = config.training_recipe
-        return fields.recipe.option if fields.applies(run_is_quantized=base != BF16) else base
+        return fields.recipe.option if fields.applies(job_is_quantized=base != BF16) else base
 
     def unmatched(self, local_names: Iterable[str]) -> list[str]:
         """Return the names of the matchers that fit no linear.
@@ -271,8 +271,8 @@ class PrecisionFile:
                 return True
         return False
 
-    def follows_the_run(self) -> bool:
-        """Return whether a recipe keeps a quantized run's own, as delayed scaling needs."""
+    def follows_the_job(self) -> bool:
+        """Return whether a recipe keeps a quantized job's own, as delayed scaling needs."""
         recipes = (c.get(_TRAINING) for c in self.configs.values() if isinstance(c, dict))
         return any(
             isinstance(recipe, dict) and recipe.get("override_quantized_autocast") is False

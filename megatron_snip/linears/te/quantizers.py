@@ -86,8 +86,8 @@ def built_in_recipe(name: str) -> Any:
     from transformer_engine.common import recipe as built_in
 
     recipe = RECIPES[name]
-    number_format = built_in.Format[recipe.run.format.upper()]
-    fields = {"fp8_format": number_format} if recipe.run.kind == "fp8" else {}
+    number_format = built_in.Format[recipe.precision.format.upper()]
+    fields = {"fp8_format": number_format} if recipe.precision.kind == "fp8" else {}
     return getattr(built_in, recipe.recipe_class)(**fields)
 
 

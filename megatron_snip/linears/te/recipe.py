@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, Self
 from pydantic import BaseModel, model_validator
 
 from megatron_snip.errors import UsageError
-from megatron_snip.linears.te.recipe_table import RECIPES, RunPrecision, recipe_of
+from megatron_snip.linears.te.recipe_table import RECIPES, JobPrecision, recipe_of
 from megatron_snip.options import Option
 
 FACTORIES = "megatron_snip.linears.te.quantizers"
@@ -49,8 +49,8 @@ class TERecipe(NamedTuple):
         return f"{FACTORIES}.{'_'.join(self)}"
 
     @property
-    def follows_the_run(self) -> bool:
-        """Whether it is the run's own recipe, in the autocast that Megatron itself opens."""
+    def follows_the_job(self) -> bool:
+        """Whether it is the job's own recipe, in the autocast that Megatron itself opens."""
         return self.is_uniform and RECIPES[self.fprop].has_history
 
     def fields(self) -> dict[str, Any]:
@@ -59,13 +59,13 @@ class TERecipe(NamedTuple):
         The recipe applies whatever precision the run has by default. For that both overrides must
         be set: without the second, a recipe in a BF16 run silently has no effect.
         """
-        if self.follows_the_run:
+        if self.follows_the_job:
             return {"override_quantized_autocast": False}
         in_quantized = {"override_quantized_autocast": True}
         if self == BF16_RECIPE:
             return in_quantized  # in a BF16 run there is nothing to override
         if self.is_uniform:
-            fields = RECIPES[self.fprop].run.fields()
+            fields = RECIPES[self.fprop].precision.fields()
         else:
             fields = {"fp8_quantization_recipe": "custom", "custom_recipe_factory": self.factory}
         return {**fields, **in_quantized, "override_nonquantized_autocast": True}
@@ -80,7 +80,7 @@ def storage_fields(recipe: TERecipe) -> dict[str, bool]:
 
     A weight is stored in FP8 or FP4 where all three GEMMs run that, and in BF16 elsewhere.
     """
-    kind = RECIPES[recipe.fprop].run.kind if recipe.is_uniform else ""
+    kind = RECIPES[recipe.fprop].precision.kind if recipe.is_uniform else ""
     return {"fp8_param": kind == "fp8", "fp4_param": kind == "fp4"}
 
 
@@ -103,9 +103,9 @@ class RecipeFields(BaseModel, extra="forbid", strict=True):
 
     @model_validator(mode="after")
     def _is_a_format(self) -> Self:
-        follows_the_run = not self.override_quantized_autocast
+        follows_the_job = not self.override_quantized_autocast
         for field, is_stored in storage_fields(self.recipe).items():
-            if getattr(self, field) and not (is_stored or follows_the_run):
+            if getattr(self, field) and not (is_stored or follows_the_job):
                 name = field.partition("_")[0].upper()
                 raise UsageError(
                     f"{field} stores weights in {name}, and this recipe does not run all three "
@@ -121,23 +121,23 @@ class RecipeFields(BaseModel, extra="forbid", strict=True):
             raise UsageError("an FP8 and an FP4 recipe at once; give one of them")
         if "custom" in (fp8, fp4):
             return _from_factory(self.custom_recipe_factory)
-        asked = RunPrecision()
+        asked = JobPrecision()
         if fp8 is not None:
-            asked = RunPrecision("fp8", str(self.fp8_format), fp8)
+            asked = JobPrecision("fp8", str(self.fp8_format), fp8)
         elif fp4 is not None:
-            asked = RunPrecision("fp4", "e2m1", fp4)
+            asked = JobPrecision("fp4", "e2m1", fp4)
         name = recipe_of(asked)
         if not name or RECIPES[name].has_history:
-            precisions = (each.run for each in RECIPES.values() if not each.has_history)
+            precisions = (each.precision for each in RECIPES.values() if not each.has_history)
             known = ", ".join(f"{run.recipe} ({run.format})" for run in precisions if run.kind)
             raise UsageError(
                 f"recipe '{asked.recipe}' ({asked.format}) is no format of a plan; known: {known}"
             )
         return TERecipe(name, name, name)
 
-    def applies(self, run_is_quantized: bool) -> bool:
+    def applies(self, job_is_quantized: bool) -> bool:
         """Return whether Megatron applies it in a run whose default is quantized or not."""
-        if run_is_quantized:
+        if job_is_quantized:
             return bool(self.override_quantized_autocast)
         return bool(self.override_nonquantized_autocast)
 
@@ -163,7 +163,7 @@ def _from_factory(factory: str | None) -> TERecipe:
     return recipe
 
 
-def needed_run(recipes: Iterable[TERecipe]) -> RunPrecision:
+def needed_precision(recipes: Iterable[TERecipe]) -> JobPrecision:
     """Return the low precision that a run of such recipes needs by default.
 
     Megatron has one default per run; modules without a recipe of their own run it. It decides what
@@ -174,4 +174,4 @@ def needed_run(recipes: Iterable[TERecipe]) -> RunPrecision:
     widest = max(
         used, key=lambda one: (one.has_history, one.token_multiple), default=RECIPES["bf16"]
     )
-    return widest.run
+    return widest.precision

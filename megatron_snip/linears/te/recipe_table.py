@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Self
 from megatron_snip.formats import DELAYED, FORMATS, Format, ScaleType
 
 
-class RunPrecision(NamedTuple):
+class JobPrecision(NamedTuple):
     """A low precision in Megatron's terms: that of its flags and of its precision files.
 
     Attributes:
@@ -37,7 +37,7 @@ class RunPrecision(NamedTuple):
 
     @property
     def flags(self) -> str:
-        """Megatron's flags that make it the run's own precision; empty for BF16."""
+        """Megatron's flags that make it the job's own precision; empty for BF16."""
         if not self.kind:
             return ""
         return f"--{self.kind}-format {self.format} --{self.kind}-recipe {self.recipe}"
@@ -48,7 +48,7 @@ class RunPrecision(NamedTuple):
         return fields if self.kind == "fp4" else {**fields, "fp8_format": self.format}
 
 
-BF16_RUN = RunPrecision()
+BF16_JOB = JobPrecision()
 """No low precision."""
 
 
@@ -95,7 +95,7 @@ class GemmRecipe:
         formats: names of formats in plans that it runs, the general one (fp8) first, and the one
             that names this recipe alone last.
         quantization: how it quantizes; the statistics quantize in the same way.
-        run: Megatron's name of it.
+        precision: Megatron's name of it.
         recipe_class: the class of Transformer Engine's recipe.
         gemms: what its GEMMs are called.
         gpus: compute capabilities on which a plan may choose it, `9.0` or `10.x`. In a run that
@@ -103,7 +103,7 @@ class GemmRecipe:
         check: method of FP8GlobalStateManager that returns (available, reason).
         per_gemm: whether a linear can combine it with other recipes.
         has_history: whether its scales come from the magnitudes of earlier iterations, which
-            Transformer Engine keeps for the run's own recipe only.
+            Transformer Engine keeps for the job's own recipe only.
         dequantizes_columns: whether Transformer Engine can dequantize a tensor of which it has the
             columns alone. It gathers an input in that way if wgrad has a recipe of its own.
         has_overlap_buffer: whether Transformer Engine's FP8 buffers for `--tp-comm-overlap` hold
@@ -121,7 +121,7 @@ class GemmRecipe:
     text: str
     formats: tuple[str, ...]
     quantization: Format
-    run: RunPrecision = BF16_RUN
+    precision: JobPrecision = BF16_JOB
     recipe_class: str = ""
     gemms: str = ""
     gpus: tuple[str, ...] = ()
@@ -153,7 +153,7 @@ class GemmRecipe:
             text=f"{self.text}, E5M2 gradients",
             formats=tuple(name if name == "fp8" else f"{name}_hybrid" for name in self.formats),
             quantization=self.quantization.hybrid(),
-            run=self.run._replace(format="hybrid"),
+            precision=self.precision._replace(format="hybrid"),
         )
 
 
@@ -161,7 +161,7 @@ _BLOCKWISE = GemmRecipe(
     text="1x128 tiles, 128x128 weight blocks, power-of-two scales",
     formats=("fp8", "fp8_blockwise"),
     quantization=FORMATS["fp8_blockwise"],
-    run=RunPrecision("fp8", "e4m3", "blockwise"),
+    precision=JobPrecision("fp8", "e4m3", "blockwise"),
     recipe_class="Float8BlockScaling",
     gemms="FP8 GEMMs in blocks",
     gpus=("9.0",),
@@ -183,7 +183,7 @@ _MXFP8 = GemmRecipe(
     text="1x32 tiles, power-of-two scales",
     formats=("fp8", "mxfp8"),
     quantization=FORMATS["mxfp8"],
-    run=RunPrecision("fp8", "e4m3", "mxfp8"),
+    precision=JobPrecision("fp8", "e4m3", "mxfp8"),
     recipe_class="MXFP8BlockScaling",
     gemms="MXFP8 GEMMs",
     gpus=("10.x",),
@@ -198,7 +198,7 @@ _TENSORWISE = GemmRecipe(
     text="current scaling, one scale per tensor",
     formats=("fp8", "fp8_tensorwise"),
     quantization=FORMATS["fp8_tensorwise"],
-    run=RunPrecision("fp8", "e4m3", "tensorwise"),
+    precision=JobPrecision("fp8", "e4m3", "tensorwise"),
     recipe_class="Float8CurrentScaling",
     gemms="FP8 GEMMs",
     gpus=("8.9", "9.0", "10.x", "12.x"),
@@ -221,7 +221,7 @@ _DELAYED = replace(
     text="delayed scaling, one scale per tensor from the history of its largest magnitudes",
     formats=("fp8",),
     quantization=DELAYED,
-    run=RunPrecision("fp8", "e4m3", "delayed"),
+    precision=JobPrecision("fp8", "e4m3", "delayed"),
     recipe_class="DelayedScaling",
     gpus=(),
     per_gemm=False,
@@ -234,7 +234,7 @@ _NVFP4 = GemmRecipe(
     # blocks and a rotation, which our simulation calls nvfp4_2d_rht; so that is what is measured.
     formats=("fp4", "nvfp4_2d_rht", "nvfp4"),
     quantization=FORMATS["nvfp4_2d_rht"],
-    run=RunPrecision("fp4", "e2m1", "nvfp4"),
+    precision=JobPrecision("fp4", "e2m1", "nvfp4"),
     recipe_class="NVFP4BlockScaling",
     gemms="NVFP4 GEMMs",
     gpus=("10.x", "12.x"),
@@ -297,10 +297,10 @@ RECIPES = {
     "nvfp4": _NVFP4,
 }
 """Transformer Engine's recipes by name. The order matters, best first: in a BF16 run a format means
-the first of its recipes that the GPU has. In an FP8 or FP4 run it means the run's own recipe, if
+the first of its recipes that the GPU has. In an FP8 or FP4 run it means the job's own recipe, if
 that is one of the format's."""
 
 
-def recipe_of(run: RunPrecision) -> str:
+def recipe_of(precision: JobPrecision) -> str:
     """Return the name in `RECIPES` of a precision of Megatron's; empty if it is none of them."""
-    return next((name for name, recipe in RECIPES.items() if recipe.run == run), "")
+    return next((name for name, recipe in RECIPES.items() if recipe.precision == precision), "")

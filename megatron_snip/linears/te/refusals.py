@@ -22,7 +22,7 @@ from megatron_snip.linears.te.machine import (
 )
 from megatron_snip.linears.te.modules import gathers_input, is_grouped, weights_of
 from megatron_snip.linears.te.recipe import TERecipe
-from megatron_snip.linears.te.recipe_table import RECIPES, RunPrecision, recipe_of
+from megatron_snip.linears.te.recipe_table import RECIPES, JobPrecision, recipe_of
 from megatron_snip.linears.te.stored_weight import StoredWeights
 from megatron_snip.options import Option
 
@@ -226,7 +226,7 @@ def shape_refusal(
     padding = f"padded to {padded}" if padded else "not padded"
     return (
         f"experts' tokens are {padding} and {recipe} needs multiples of {needed}: Megatron pads "
-        "for the run's own recipe, so give it --fp8-format or --fp4-format with that recipe"
+        "for the job's own recipe, so give it --fp8-format or --fp4-format with that recipe"
     )
 
 
@@ -251,12 +251,12 @@ def token_refusal(module: Any, recipe: TERecipe, microbatch_tokens: int | None) 
 
 def padded_tokens(config: Any) -> int:
     """Return what Megatron pads an expert's tokens to a multiple of; 0 where it does not."""
-    run = RunPrecision.of(config)
-    if not run.kind:
+    job = JobPrecision.of(config)
+    if not job.kind:
         return 0
     # Where experts run fused operations Megatron pads for their kernels, whatever the recipe.
     if getattr(config, "use_transformer_engine_op_fuser", False):
         return 256
     # Megatron pads for a custom recipe as for one that it knows.
-    padded_as = recipe_of(run) or ("blockwise" if run.kind == "fp8" else "nvfp4")
+    padded_as = recipe_of(job) or ("blockwise" if job.kind == "fp8" else "nvfp4")
     return RECIPES[padded_as].token_multiple

@@ -33,8 +33,8 @@ def test_versions_devices_formats_and_the_command_are_printed(
     assert text.count(hostile) >= 2
     assert "functions that SNIP wraps" in text
     for recipe in RECIPES.values():  # what fp8 and fp4 are in a run with each recipe
-        assert all(word in text for word in recipe.run.flags.split())
-    assert "the run's own delayed_hybrid recipe" in " ".join(text.replace("|", " ").split())
+        assert all(word in text for word in recipe.precision.flags.split())
+    assert "the job's own delayed_hybrid recipe" in " ".join(text.replace("|", " ").split())
     assert text.endswith(f"  {recommended_command(found)}\n")
     assert max(len(line) for line in text.splitlines()[:-1]) <= 100
 

@@ -83,7 +83,7 @@ def test_a_weight_stored_in_the_runs_own_delayed_scaling_is_imported(
     assert "fp8_param: true" in Path("out.yaml").read_text()
     assert imported("out.yaml", "--base", "fp8") == ["fp8", "bf16", "fp8", "bf16"]
     words = ("import", "out.yaml", "--problem", "problem.json", "--output", "back.json")
-    warning = "the file leaves linears in the run's own precision, which is taken as bf16"
+    warning = "the file leaves linears in the job's own precision, which is taken as bf16"
     assert warning in printed(*words)
     assert warning not in printed(*words, "--base", "fp8")
 
@@ -103,7 +103,7 @@ def test_the_flags_that_the_run_needs_are_printed(folder: Path, printed: Any) ->
         "--te-precision-config-file out.yaml",
     ]
     assert "--fp4-format is needed: without it" in mixed and "not add --fp8-param-gather" in mixed
-    assert "does not name run in the run's own precision" in mixed
+    assert "does not name run in the job's own precision" in mixed
     assert "  --fp8-format e4m3 --fp8-recipe mxfp8\n" in needs("10.0", "fp8", "bf16")
     hopper = needs("9.0", "fp4", "fp8", "fp8-fp8-bf16")
     assert "  --fp8-format e4m3 --fp8-recipe blockwise\n" in hopper

@@ -20,7 +20,7 @@ from megatron_snip.linears.te.machine import (
     this_machine,
     unmeasured_settings,
 )
-from megatron_snip.linears.te.recipe_table import RECIPES, RunPrecision
+from megatron_snip.linears.te.recipe_table import RECIPES, JobPrecision
 from megatron_snip.linears.te.refusals import te_refusal
 from megatron_snip.log import forget_warnings
 from megatron_snip.options import BF16, Option, Refusals, enumerate_options, nearest_option
@@ -72,7 +72,7 @@ def test_an_option_is_refused_if_and_only_if_one_of_its_formats_is(
 
 
 RUNS = [
-    (RunPrecision(kind, number_format, recipe), name)
+    (JobPrecision(kind, number_format, recipe), name)
     for kind, number_format, recipe, name in (
         ("fp8", "e4m3", "tensorwise", "tensorwise"),
         ("fp8", "hybrid", "tensorwise", "tensorwise_hybrid"),
@@ -89,18 +89,18 @@ RUNS = [
 @pytest.mark.parametrize(("run", "recipe"), RUNS, ids=[name for _, name in RUNS])
 @pytest.mark.parametrize("capability", [HOPPER, BLACKWELL])
 def test_fp8_is_the_recipe_that_the_run_has(
-    run: RunPrecision, recipe: str, capability: tuple[int, int]
+    run: JobPrecision, recipe: str, capability: tuple[int, int]
 ) -> None:
     """Transformer Engine itself refuses what the GPU cannot run; a format by name stays itself."""
-    machine = te(capability, run=run)
+    machine = te(capability, job=run)
     assert te_recipe(FP8, machine) == (recipe, recipe, recipe)
     assert te_recipe(Option.uniform("fp8_tensorwise"), machine).fprop == "tensorwise"
     text = te_support("fp8", machine)[1]
-    assert text.startswith(f"the run's own {recipe} recipe: ")
+    assert text.startswith(f"the job's own {recipe} recipe: ")
     assert ("E5M2" in text) == (run.format == "hybrid")
-    broken = te(capability, run=run, te_unavailable={recipe: "CUDA is too old"})
+    broken = te(capability, job=run, te_unavailable={recipe: "CUDA is too old"})
     assert str(te_refusal(FP8, broken)).endswith("CUDA is too old")
-    assert te_refusal(FP8, Machine(None, run=run)) is not None
+    assert te_refusal(FP8, Machine(None, job=run)) is not None
 
 
 def test_a_refusal_names_every_gpu_that_has_a_recipe_of_the_format() -> None:
@@ -113,15 +113,15 @@ def test_a_refusal_names_every_gpu_that_has_a_recipe_of_the_format() -> None:
 
 
 def test_delayed_scaling_is_one_recipe_for_the_linear() -> None:
-    machine = te(BLACKWELL, run=RunPrecision("fp8", "hybrid", "delayed"))
+    machine = te(BLACKWELL, job=JobPrecision("fp8", "hybrid", "delayed"))
     refusal = te_refusal(Option.parse("fp8-fp8-fp4"), machine)
     assert refusal == "fp8-fp8-fp4: delayed_hybrid takes one recipe for all three GEMMs of a linear"
     assert te_refusal(Option.parse("mxfp8-mxfp8-fp4"), machine) is None
 
 
 def test_an_fp4_run_and_a_custom_recipe_leave_fp8_to_the_machine() -> None:
-    for run in (RunPrecision("fp4", "e2m1", "nvfp4"), RunPrecision("fp8", "e4m3", "custom")):
-        assert te_recipe(FP8, te(HOPPER, run=run)).fprop == "blockwise"
+    for run in (JobPrecision("fp4", "e2m1", "nvfp4"), JobPrecision("fp8", "e4m3", "custom")):
+        assert te_recipe(FP8, te(HOPPER, job=run)).fprop == "blockwise"
 
 
 def test_settings_of_the_environment_are_measured_or_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -191,7 +191,7 @@ def test_what_runs_in_bf16_counts_as_bf16(override: str) -> None:
 
 def test_delayed_scaling_runs_without_a_backward_override_alone() -> None:
     """Transformer Engine's DelayedScaling raises an error with any other value."""
-    machine = te(HOPPER, run=RECIPES["delayed"].run, backward_override="high_precision")
+    machine = te(HOPPER, job=RECIPES["delayed"].precision, backward_override="high_precision")
     refusal = str(te_refusal(Option("fp8", "bf16", "bf16"), machine))
     assert refusal.endswith("delayed scaling runs only without NVTE_BACKWARD_OVERRIDE; unset it")
     (line,) = conflicting_settings(machine)

@@ -17,7 +17,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 from megatron_snip.formats import FORMATS
-from megatron_snip.linears.te.recipe_table import RECIPES, GemmRecipe, RunPrecision, Setting
+from megatron_snip.linears.te.recipe_table import RECIPES, GemmRecipe, JobPrecision, Setting
 
 FORMATS["fp8_new"] = replace(FORMATS["mxfp8"], name="fp8_new", tile=64)
 RECIPES["new"] = replace(
@@ -25,7 +25,7 @@ RECIPES["new"] = replace(
     text="1x64 tiles",
     formats=("fp8", "fp8_new"),
     quantization=FORMATS["fp8_new"],
-    run=RunPrecision("fp8", "e3m4", "new"),
+    precision=JobPrecision("fp8", "e3m4", "new"),
     gpus=("11.0",),
     converter="newfloat",
     modelopt={"quant_algo": "NEW"},
@@ -41,7 +41,7 @@ RECIPES["mxfp4"] = GemmRecipe(
     text="1x32 tiles, power-of-two scales",
     formats=("fp4", "mxfp4"),
     quantization=FORMATS["mxfp4"],
-    run=RunPrecision("fp4", "e2m1", "mxfp4"),
+    precision=JobPrecision("fp4", "e2m1", "mxfp4"),
     recipe_class="MXFP4BlockScaling",
     gemms="MXFP4 GEMMs",
     gpus=("10.x", "11.0"),
@@ -73,7 +73,7 @@ assert measured_format("fp8", "te", machine) == replace(
     FORMATS["fp8_new"], weight_block=(1, 64)
 )
 assert "the statistics of new are those without it" in unmeasured_settings(["fp8"], machine)[0]
-hopper = Machine((9, 0), "2.20.2", run=RECIPES["new"].run)
+hopper = Machine((9, 0), "2.20.2", job=RECIPES["new"].precision)
 assert te_recipe(Option.uniform("fp8"), hopper).fprop == "new"
 assert te_refusal(Option.uniform("mxfp8"), machine) is not None
 assert quantizers.new_bf16_new.__name__ == "new_bf16_new"
@@ -83,7 +83,7 @@ assert padded_tokens(SimpleNamespace(**job)) == 64
 assert te_support("fp4", machine)[0] == te_support("mxfp4", machine)[0] == "mxfp4"
 assert measured_format("fp4", "te", machine) == FORMATS["mxfp4"]
 for name in ("nvfp4", "mxfp4"):
-    blackwell = Machine((10, 0), "2.20.2", run=RECIPES[name].run)
+    blackwell = Machine((10, 0), "2.20.2", job=RECIPES[name].precision)
     option = Option.parse("mxfp4-fp4-nvfp4")
     assert te_recipe(option, blackwell) == ("mxfp4", name, "nvfp4")
 assert te_recipe(option, Machine((10, 0), "2.20.2")).dgrad == "nvfp4"  # the first of the table
@@ -135,4 +135,4 @@ def test_a_recipe_is_one_entry_of_one_table(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     assert "--fp8-format e3m4 --fp8-recipe new" in done.stdout
     assert "--fp4-format e2m1 --fp4-recipe mxfp4" in done.stdout
-    assert "the run's own new recipe: 1x64 tiles" in " ".join(done.stdout.split())
+    assert "the job's own new recipe: 1x64 tiles" in " ".join(done.stdout.split())

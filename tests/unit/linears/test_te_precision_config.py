@@ -20,7 +20,7 @@ from megatron_snip.linears.te.precision_config import (
     export_configs,
     stage_paths,
 )
-from megatron_snip.linears.te.recipe import RecipeFields, TERecipe, needed_run
+from megatron_snip.linears.te.recipe import RecipeFields, TERecipe, needed_precision
 from megatron_snip.linears.te.recipe_table import RECIPES
 from megatron_snip.options import Option
 from megatron_snip.planning.stage_layers import StageLayers
@@ -94,7 +94,7 @@ def written(
     paths = stage_paths(folder / "out.yaml", len(configs))
     for path, config in zip(paths, configs, strict=True):
         path.write_text(
-            config_text(config, ["a plan", "of two lines"], needed_run(RECIPE.values()).flags)
+            config_text(config, ["a plan", "of two lines"], needed_precision(RECIPE.values()).flags)
         )
     return configs, paths
 

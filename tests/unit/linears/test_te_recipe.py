@@ -13,7 +13,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_snip.errors import UsageError
 from megatron_snip.files import checked
-from megatron_snip.linears.te.recipe import RecipeFields, TERecipe, needed_run
+from megatron_snip.linears.te.recipe import RecipeFields, TERecipe, needed_precision
 from megatron_snip.linears.te.recipe_table import RECIPES
 from megatron_snip.linears.te.refusals import padded_tokens, shape_refusal
 
@@ -29,7 +29,7 @@ def test_megatron_reads_every_recipe() -> None:
     for recipe in EVERY:
         read = parsed(recipe.fields())
         fp8, fp4 = read.fp8_quantization_recipe, read.fp4_quantization_recipe
-        run = RECIPES[recipe.fprop].run
+        run = RECIPES[recipe.fprop].precision
         assert read.override_quantized_autocast
         if recipe == TERecipe():
             assert fp8 is None and fp4 is None
@@ -50,10 +50,12 @@ def test_megatron_reads_every_recipe() -> None:
 def test_delayed_scaling_is_left_to_the_run_s_own_autocast(name: str) -> None:
     """Megatron's files do not have it, and its history belongs to the run's recipe."""
     recipe = TERecipe(name, name, name)
-    assert recipe.follows_the_run and not parsed(recipe.fields()).override_quantized_autocast
+    assert recipe.follows_the_job and not parsed(recipe.fields()).override_quantized_autocast
     read = RecipeFields(**recipe.fields())
-    assert not any(read.applies(run_is_quantized=quantized) for quantized in (False, True))
-    assert needed_run([recipe, TERecipe("nvfp4", "nvfp4", "nvfp4")]) == RECIPES[name].run
+    assert not any(read.applies(job_is_quantized=quantized) for quantized in (False, True))
+    assert (
+        needed_precision([recipe, TERecipe("nvfp4", "nvfp4", "nvfp4")]) == RECIPES[name].precision
+    )
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from megatron_snip.errors import SnipError, UsageError
 from megatron_snip.linears.te import machine as machine_module
 from megatron_snip.linears.te.machine import Machine
 from megatron_snip.linears.te.modules import EXTENSION
-from megatron_snip.linears.te.recipe_table import RunPrecision
+from megatron_snip.linears.te.recipe_table import JobPrecision
 from megatron_snip.patches import cpu
 from megatron_snip.patches.arguments import exit_on_error, read_cli_args, snip_config
 from megatron_snip.patches.attach import make_writers
@@ -56,7 +56,7 @@ def test_what_the_machine_cannot_run_is_refused_before_the_model_is_built(
     """In a BF16 job and in an FP8 job, where `auto` depends on the job's recipe."""
 
     def this_machine(with_te: bool, config: Any) -> Machine:
-        return replace(machine, run=RunPrecision.of(config))
+        return replace(machine, job=JobPrecision.of(config))
 
     monkeypatch.setattr(machine_module, "this_machine", this_machine)
     monkeypatch.setattr(importlib.import_module(EXTENSION), "HAVE_TE", True)
