@@ -41,7 +41,7 @@ from megatron_snip.planning.plan import PrecisionPlan, assigned_plan
 from megatron_snip.run.solve import plan_from_rank_0
 from megatron_snip.run.step import StepLoss
 from megatron_snip.statistics.reduce import reduce_sums
-from megatron_snip.statistics.row_sums import BatchCounts, RankSums
+from megatron_snip.statistics.row_sums import BatchCounts, RankRows
 from megatron_snip.statistics.rows import RowLayout
 from megatron_snip.statistics.sample import MeasureSettings
 from megatron_snip.topology import LinearInfo, Placement, Topology
@@ -177,11 +177,11 @@ class Job:
 
         self.control.attempt("making a planning problem", problem)
 
-    def _sums(self) -> RankSums:
+    def _sums(self) -> RankRows:
         layout = RowLayout(FORMATS)
         row = torch.rand(layout.width, dtype=torch.float64) + 1.0
         expert_row = torch.rand(layout.expert_width, dtype=torch.float64) + 1.0
-        own = RankSums()
+        own = RankRows()
         for place in self.places:
             own.rows[place.name] = row
             own.counts[place.name] = BatchCounts(1.0, 4096.0)

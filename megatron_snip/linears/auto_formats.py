@@ -9,10 +9,10 @@ from megatron_snip.linears.job import Job
 from megatron_snip.linears.te.machine import (
     OVERRIDE,
     Machine,
-    conflicting_settings,
+    conflicting_variables,
     forward_only,
     te_support,
-    unmeasured_settings,
+    unmeasured_variables,
 )
 from megatron_snip.log import warn_once_per_job
 from megatron_snip.options import BF16, Option, Refusals, formats_in, reasons
@@ -169,5 +169,5 @@ def _log_recipes(formats: Sequence[str], machine: Machine) -> None:
             f"snip: the job's own recipe ({machine.job.flags}) counts as fp8: the linears that the "
             "run gives it keep it where their option is fp8; it is measured as the fp8 above",
         )
-    for line in (*conflicting_settings(machine), *unmeasured_settings(formats, machine)):
+    for line in (*conflicting_variables(machine), *unmeasured_variables(formats, machine)):
         warn_once_per_job(logger, f"snip: {line}")

@@ -43,7 +43,7 @@ from megatron_snip.statistics.measure import PartialSums, partial_sums
 from megatron_snip.statistics.operands import AmaxesOrScales, MeasuredWeight, Operands
 from megatron_snip.statistics.records import StatisticsTable
 from megatron_snip.statistics.reduce import reduce_sums
-from megatron_snip.statistics.row_sums import RowSums
+from megatron_snip.statistics.row_sums import RowBuilder
 from megatron_snip.statistics.sample import (
     MeasureSettings,
     Sample,
@@ -155,7 +155,7 @@ class StepObserver:
         rotating = [fmt for fmt in settings.formats.values() if fmt.wgrad_hadamard]
         self._rotating_format = next((fmt for fmt in rotating if fmt.needs_amax_or_scale), None)
         self._num_forwards: dict[Placement, int] = defaultdict(int)
-        self._sums = RowSums(settings.formats, topology, sensitivities)
+        self._sums = RowBuilder(settings.formats, topology, sensitivities)
         self._is_measured = partial(is_measured, settings, topology)
         # All linears of a microbatch have the same sample, so it is drawn once.
         self._draw = cache(partial(draw_sample, settings))

@@ -24,7 +24,7 @@ from megatron_snip.statistics.records import (
     StatisticsTable,
     column_of,
 )
-from megatron_snip.statistics.row_sums import BatchCounts, RankSums
+from megatron_snip.statistics.row_sums import BatchCounts, RankRows
 from megatron_snip.statistics.rows import RowLayout
 from megatron_snip.statistics.sample import MeasureSettings
 from megatron_snip.topology import LinearInfo
@@ -34,7 +34,7 @@ K = TypeVar("K")
 
 
 def reduce_sums(
-    own: RankSums,
+    own: RankRows,
     settings: MeasureSettings,
     linears: Sequence[LinearInfo],
     grad_scale: float,

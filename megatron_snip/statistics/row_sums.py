@@ -35,7 +35,7 @@ class BatchCounts(NamedTuple):
 
 
 @dataclass
-class RankSums:
+class RankRows:
     """What one rank has measured in an iteration.
 
     Attributes:
@@ -59,7 +59,7 @@ class RankSums:
             self.failure = where + log_failure(logger, "measuring", error, where.rstrip(": "))
 
 
-class RowSums:
+class RowBuilder:
     """Adds up samples to the rows of this rank's linears and experts.
 
     Attributes:
@@ -79,7 +79,7 @@ class RowSums:
             topology: this rank's place.
             sensitivities: as in `StepObserver`.
         """
-        self.own = RankSums()
+        self.own = RankRows()
         self._formats = formats
         self._layout = RowLayout(formats)
         self._sums_over = [column_of(name).over for name in self._layout.columns]
@@ -90,7 +90,7 @@ class RowSums:
 
     def clear(self) -> None:
         """Forget all rows."""
-        self.own = RankSums()
+        self.own = RankRows()
         self._updates_added.clear()
 
     def count(self, placement: Placement, num_tokens: int) -> None:

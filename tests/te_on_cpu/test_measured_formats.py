@@ -97,7 +97,7 @@ def test_every_variable_that_changes_a_recipe_is_in_the_table() -> None:
     """Those that are in it are measured, refused, or named in a warning."""
     read = set(re.findall(r'getenv\("(NVTE_\w+)"', inspect.getsource(built_in)))
     refinements = {name for name in read if name.startswith("NVTE_NVFP4_4OVER6_")}
-    settings = {each.variable for recipe in RECIPES.values() for each in recipe.settings}
+    settings = {each.variable for recipe in RECIPES.values() for each in recipe.variables}
     assert len(refinements) == 2  # of NVTE_NVFP4_4OVER6, without which they do nothing
     assert read - refinements == settings | {OVERRIDE}
 

@@ -20,7 +20,7 @@ from megatron_snip.linears.te.recipe_table import (
     BF16_JOB,
     RECIPES,
     JobPrecision,
-    Setting,
+    RecipeVariable,
     recipe_of,
 )
 from megatron_snip.log import log_failure
@@ -175,9 +175,9 @@ def te_support(name: str, machine: Machine) -> tuple[str, str]:
     return found, f"{whose}{found} recipe: {RECIPES[found].text}{effects}"
 
 
-def _active(recipe: str) -> list[Setting]:
+def _active(recipe: str) -> list[RecipeVariable]:
     """Return the environment's settings that change a recipe."""
-    return [setting for setting in RECIPES[recipe].settings if setting.is_active(os.environ)]
+    return [setting for setting in RECIPES[recipe].variables if setting.is_active(os.environ)]
 
 
 def _conflicts(recipe: str, machine: Machine) -> list[str]:
@@ -188,7 +188,7 @@ def _conflicts(recipe: str, machine: Machine) -> list[str]:
     return [text for text in conflicts if text is not None]
 
 
-def conflicting_settings(machine: Machine) -> list[str]:
+def conflicting_variables(machine: Machine) -> list[str]:
     """Return a line for each recipe of the GPU that the environment's settings exclude."""
     return [
         f"{recipe} cannot run: {text}"
@@ -212,7 +212,7 @@ def measured_format(name: str, backend: Backend, machine: Machine) -> Format:
     return found
 
 
-def unmeasured_settings(names: Iterable[str], machine: Machine) -> list[str]:
+def unmeasured_variables(names: Iterable[str], machine: Machine) -> list[str]:
     """Return a line for each setting of the environment that statistics cannot reproduce."""
     recipes = dict.fromkeys(te_support(name, machine)[0] for name in names)
     lines = []

@@ -52,7 +52,7 @@ BF16_JOB = JobPrecision()
 """No low precision."""
 
 
-class Setting(NamedTuple):
+class RecipeVariable(NamedTuple):
     """An environment variable that changes what a recipe of Transformer Engine does.
 
     Attributes:
@@ -115,7 +115,7 @@ class GemmRecipe:
             Tensor cores need 16 bytes; MXFP8's tiles have 32 elements.
         token_multiple: what an expert's tokens must be multiples of. Megatron pads to 128 for FP4,
             because the Hadamard transform and the scale layout work in complete groups.
-        settings: the environment variables that change it.
+        variables: the environment variables that change it.
     """
 
     text: str
@@ -134,7 +134,7 @@ class GemmRecipe:
     modelopt: Mapping[str, Any] | None = None
     dim_multiple: int = 1
     token_multiple: int = 1
-    settings: tuple[Setting, ...] = ()
+    variables: tuple[RecipeVariable, ...] = ()
 
     @property
     def general_format(self) -> str:
@@ -170,8 +170,8 @@ _BLOCKWISE = GemmRecipe(
     modelopt={"quant_algo": "FP8"},
     dim_multiple=16,
     token_multiple=16,
-    settings=(
-        Setting(
+    variables=(
+        RecipeVariable(
             variable="NVTE_FP8_BLOCK_SCALING_FP32_SCALES",
             values=("1",),
             effect="FP32 scales",
@@ -208,8 +208,8 @@ _TENSORWISE = GemmRecipe(
     modelopt={"quant_algo": "FP8"},
     dim_multiple=16,
     token_multiple=16,
-    settings=(
-        Setting(
+    variables=(
+        RecipeVariable(
             variable="NVTE_FP8_CURRENT_SCALING_POWER_2_SCALES",
             values=("1",),
             effect="power-of-two scales",
@@ -226,7 +226,7 @@ _DELAYED = replace(
     gpus=(),
     per_gemm=False,
     has_history=True,
-    settings=(),
+    variables=(),
 )
 _NVFP4 = GemmRecipe(
     text="1x16 tiles, 16x16 weight blocks, random Hadamard transform in wgrad",
@@ -244,38 +244,38 @@ _NVFP4 = GemmRecipe(
     modelopt={"quant_algo": "NVFP4", "group_size": 16},
     dim_multiple=32,
     token_multiple=128,
-    settings=(
-        Setting(
+    variables=(
+        RecipeVariable(
             variable="NVTE_NVFP4_DISABLE_RHT",
             values=("1",),
             effect="no rotation",
             changes={"wgrad_hadamard": 0},
         ),
-        Setting(
+        RecipeVariable(
             variable="NVTE_NVFP4_DISABLE_2D_QUANTIZATION",
             values=("1",),
             effect="1x16 weight tiles",
             changes={"weight_block": (1, 16)},
         ),
-        Setting(
+        RecipeVariable(
             variable="NVTE_NVFP4_DISABLE_STOCHASTIC_ROUNDING",
             values=("1",),
             effect="gradients rounded to nearest",
             changes={"stochastic_grad": False},
         ),
-        Setting(
+        RecipeVariable(
             variable="NVTE_NVFP4_ROW_SCALED_ACTIVATION",
             values=("1",),
             effect="one FP32 scale per token",
             needs=("NVTE_NVFP4_DISABLE_RHT",),
             is_gathered=False,
         ),
-        Setting(
+        RecipeVariable(
             variable="NVTE_NVFP4_4OVER6",
             values=("weights",),
             effect="blocks of W scaled to 4 or 6, whichever is closer",
         ),
-        Setting(
+        RecipeVariable(
             variable="NVTE_NVFP4_4OVER6",
             values=("activations", "all"),
             effect="blocks scaled to 4 or 6, whichever is closer",

@@ -161,7 +161,7 @@ def gather_refusal(module: Any, option: Option, recipe: TERecipe) -> str | None:
     """
     if not gathers_input(module):
         return None
-    for setting in (*RECIPES[recipe.fprop].settings, *RECIPES[recipe.wgrad].settings):
+    for setting in (*RECIPES[recipe.fprop].variables, *RECIPES[recipe.wgrad].variables):
         if setting.is_active(os.environ) and not setting.is_gathered:
             return (
                 f"{option}: under sequence parallelism Transformer Engine cannot gather an input "

@@ -13,12 +13,12 @@ from megatron_snip.linears.availability import AvailableOptions, available_optio
 from megatron_snip.linears.job import Job
 from megatron_snip.linears.te.machine import (
     Machine,
-    conflicting_settings,
+    conflicting_variables,
     measured_format,
     te_recipe,
     te_support,
     this_machine,
-    unmeasured_settings,
+    unmeasured_variables,
 )
 from megatron_snip.linears.te.recipe_table import RECIPES, JobPrecision
 from megatron_snip.linears.te.refusals import te_refusal
@@ -137,10 +137,10 @@ def test_settings_of_the_environment_are_measured_or_named(monkeypatch: pytest.M
     assert (measured.wgrad_hadamard, measured.weight_block) == (0, (1, 16))
     assert not measured.stochastic_grad
     assert "no rotation (NVTE_NVFP4_DISABLE_RHT)" in te_support("fp4", machine)[1]
-    assert unmeasured_settings(["bf16", "fp8", "fp4"], machine) == []
-    assert conflicting_settings(machine) == []
+    assert unmeasured_variables(["bf16", "fp8", "fp4"], machine) == []
+    assert conflicting_variables(machine) == []
     monkeypatch.setenv("NVTE_NVFP4_4OVER6", "all")
-    (line,) = unmeasured_settings(["bf16", "fp8", "fp4", "nvfp4"], machine)
+    (line,) = unmeasured_variables(["bf16", "fp8", "fp4", "nvfp4"], machine)
     assert line.startswith("NVTE_NVFP4_4OVER6=all (")
     assert "the statistics of nvfp4 are those without it" in line
     simulated = measured_format("fp4", "simulate", machine)
@@ -164,11 +164,11 @@ def test_a_setting_that_excludes_the_rotation_needs_it_off(
     refusal = str(te_refusal(FP4, machine))
     assert f"{variable}={value} (" in refusal
     assert refusal.endswith("runs only with NVTE_NVFP4_DISABLE_RHT=1")
-    (line,) = conflicting_settings(machine)
+    (line,) = conflicting_variables(machine)
     assert line.startswith(f"nvfp4 cannot run: {variable}={value} (")
-    assert te_refusal(FP8, machine) is None and conflicting_settings(te(HOPPER)) == []
+    assert te_refusal(FP8, machine) is None and conflicting_variables(te(HOPPER)) == []
     monkeypatch.setenv("NVTE_NVFP4_DISABLE_RHT", "1")
-    assert te_refusal(FP4, machine) is None and conflicting_settings(machine) == []
+    assert te_refusal(FP4, machine) is None and conflicting_variables(machine) == []
 
 
 @pytest.mark.parametrize("override", ["high_precision", "dequantized"])
@@ -185,7 +185,7 @@ def test_what_runs_in_bf16_counts_as_bf16(override: str) -> None:
     assert te_recipe(runs, machine) == ("mxfp8",) * 3  # whose backward Transformer Engine changes
     assert te_recipe(runs, te(BLACKWELL)) == ("mxfp8", "bf16", "bf16")
     assert "NVTE_BACKWARD_OVERRIDE" in te_support("fp8", machine)[1]
-    unmeasured = unmeasured_settings(["fp8"], machine)
+    unmeasured = unmeasured_variables(["fp8"], machine)
     assert len(unmeasured) == (override == "dequantized")
 
 
@@ -194,7 +194,7 @@ def test_delayed_scaling_runs_without_a_backward_override_alone() -> None:
     machine = te(HOPPER, job=RECIPES["delayed"].precision, backward_override="high_precision")
     refusal = str(te_refusal(Option("fp8", "bf16", "bf16"), machine))
     assert refusal.endswith("delayed scaling runs only without NVTE_BACKWARD_OVERRIDE; unset it")
-    (line,) = conflicting_settings(machine)
+    (line,) = conflicting_variables(machine)
     assert line.startswith("delayed cannot run: ")
     assert te_refusal(Option("fp8_tensorwise", "bf16", "bf16"), machine) is None
 

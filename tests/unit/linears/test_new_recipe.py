@@ -17,7 +17,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 from megatron_snip.formats import FORMATS
-from megatron_snip.linears.te.recipe_table import RECIPES, GemmRecipe, JobPrecision, Setting
+from megatron_snip.linears.te.recipe_table import RECIPES, GemmRecipe, JobPrecision, RecipeVariable
 
 FORMATS["fp8_new"] = replace(FORMATS["mxfp8"], name="fp8_new", tile=64)
 RECIPES["new"] = replace(
@@ -30,9 +30,9 @@ RECIPES["new"] = replace(
     converter="newfloat",
     modelopt={"quant_algo": "NEW"},
     token_multiple=64,
-    settings=(
-        Setting("NVTE_NEW_ROWS", ("1",), "rows", changes={"weight_block": (1, 64)}),
-        Setting("NVTE_NEW_OTHER", ("1",), "other rows"),
+    variables=(
+        RecipeVariable("NVTE_NEW_ROWS", ("1",), "rows", changes={"weight_block": (1, 64)}),
+        RecipeVariable("NVTE_NEW_OTHER", ("1",), "other rows"),
     ),
 )
 
@@ -57,7 +57,7 @@ from megatron_snip.cli import machine as shown
 from megatron_snip.linears.auto_formats import te_formats
 from megatron_snip.linears.te import quantizers
 from megatron_snip.linears.te.machine import (
-    Machine, measured_format, te_recipe, te_support, unmeasured_settings
+    Machine, measured_format, te_recipe, te_support, unmeasured_variables
 )
 from megatron_snip.linears.te.refusals import gather_refusal, padded_tokens, te_refusal
 from megatron_snip.options import Option
@@ -72,7 +72,7 @@ assert te_formats(machine) == ("bf16", "fp8", "fp4")
 assert measured_format("fp8", "te", machine) == replace(
     FORMATS["fp8_new"], weight_block=(1, 64)
 )
-assert "the statistics of new are those without it" in unmeasured_settings(["fp8"], machine)[0]
+assert "the statistics of new are those without it" in unmeasured_variables(["fp8"], machine)[0]
 hopper = Machine((9, 0), "2.20.2", job=RECIPES["new"].precision)
 assert te_recipe(Option.uniform("fp8"), hopper).fprop == "new"
 assert te_refusal(Option.uniform("mxfp8"), machine) is not None
