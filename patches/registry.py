@@ -99,6 +99,7 @@ class Session:
         cli_flags: `--snip-*` flags of the command line, by attribute of the namespace.
         with_snip: whether the patches of runs with SNIP are installed.
         config: settings of a SnipCallback, which take the place of flags, or None.
+        settings: the settings, built and checked beside the job's; None before that.
         has_callback: whether the script has created a SnipCallback.
         found_megatron: whether the script turned out to be one of Megatron's: it has reached
             Megatron-LM's parser or Megatron-Bridge's loop.
@@ -118,6 +119,7 @@ class Session:
     cli_flags: dict[str, Any] = field(default_factory=dict)
     with_snip: bool = False
     config: SnipConfig | None = None
+    settings: SnipConfig | None = None
     has_callback: bool = False
     found_megatron: bool = False
     args: Namespace | None = None

@@ -64,7 +64,8 @@ def model_setup(call: Call, session: Session) -> Any:
     result = call.run()
     state, model, optimizer = result[:3]
     args = settings_of(state.cfg, int(state.train_state.step))
-    config = exit_on_error(lambda: snip_config(args, _given(session)), in_bridges_names)
+    config = session.settings
+    assert config is not None, "checked with the callbacks"
     if config.enabled:
         loggers = partial(_loggers, state)
         packages = [BRIDGE, CORE]
@@ -181,6 +182,7 @@ def _check(callbacks: Any, session: Session) -> None:
     assert session.args is not None
     log_in_bridges_names()
     config = snip_config(session.args, _given(session))
+    session.settings = config
     session.makes_plans = config.enabled and not config.collect_only
 
 

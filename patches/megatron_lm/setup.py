@@ -22,6 +22,7 @@ def validation(call: Call, session: Session) -> Any:
         args.async_save = False  # the process that would write a checkpoint selects a GPU
     result = call.run()
     config = exit_on_error(lambda: snip_config(args, session.cli_flags))
+    session.settings = config
     if config.enabled and not session.with_snip:
         exit_on_error(_refuse_late_flag)
     session.makes_plans = config.enabled and not config.collect_only
@@ -46,8 +47,9 @@ def model_setup(call: Call, session: Session) -> Any:
 
     session.end()  # the training run before this one in the process (in-process restart)
     args = get_args()
-    # A --yaml-cfg namespace is not validated before.
-    config = exit_on_error(lambda: snip_config(args, session.cli_flags))
+    config = session.settings
+    if config is None:  # Megatron does not validate a --yaml-cfg namespace
+        config = exit_on_error(lambda: snip_config(args, session.cli_flags))
     result = call.run()
     if config.enabled:
         model, optimizer = result[0], result[1]

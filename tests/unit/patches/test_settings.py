@@ -184,8 +184,9 @@ def test_a_controller_is_attached_to_what_megatron_built(fake: Any, attached: li
     assert fake.arguments.validate_args(fake.args, {}) is fake.args
     fake.training.setup_model_and_optimizer("gpt")
     assert attached == []  # without --snip
-    fake.calls.clear()
     fake.args.snip_enabled = True
+    fake.arguments.validate_args(fake.args, {})
+    fake.calls.clear()
     result = fake.training.setup_model_and_optimizer("gpt", cfg_container="container")
     assert result == (["model"], "optimizer", "scheduler")
     assert fake.calls == [("setup", ("gpt",), {"cfg_container": "container"})]
