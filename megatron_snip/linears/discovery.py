@@ -170,19 +170,13 @@ class _Layer(NamedTuple):
 def _layer_modules(
     model: Sequence[torch.nn.Module],
 ) -> Iterator[tuple[_Layer, str, torch.nn.Module]]:
-    """Yield (layer, name in the layer, module) of the planned layers."""
-    for layer in _planned_layers(model):
-        for name, module in layer.module.named_modules():
-            yield layer, name, module
-
-
-def _planned_layers(model: Sequence[torch.nn.Module]) -> Iterator[_Layer]:
-    """Yield the language model's layers."""
+    """Yield (layer, name in the layer, module) of the language model's layers."""
     for index, chunk in enumerate(model):
         is_planned = _planned_paths(chunk)
         for layer in _outermost_layers(chunk, index):
             if is_planned(layer.path):
-                yield layer
+                for name, module in layer.module.named_modules():
+                    yield layer, name, module
 
 
 def _outermost_layers(chunk: torch.nn.Module, index: int = 0) -> Iterator[_Layer]:
