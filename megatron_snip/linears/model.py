@@ -322,7 +322,7 @@ class PlannedModel:
         found = find_linears(self.chunks, self.runtime.topology)
         with_te = backend != "simulate" and any(te_kind(module) for module, _ in found)
         self.backend = "te" if with_te else "simulate"
-        self.machine = this_machine(with_te, self.config)
+        self.machine = this_machine(with_te, self.config if found else None)
         fused_modules = {id(each) for chunk in self.chunks for each in fused_linears(chunk)}
         self.linears = [
             self._planned(module, places, backend, id(module) in fused_modules)

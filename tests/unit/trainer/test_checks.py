@@ -195,7 +195,7 @@ def test_the_files_of_another_run_than_the_checkpoints_are_moved_aside(
             assert directory is not None
             assert len(read_lines(tmp_path / name / "metrics.jsonl")) == 2  # nothing is refused yet
             directory.begin()
-    assert read_lines(tmp_path / names[0] / "metrics.jsonl") == ['{"iteration": 5}']
+    assert len(read_lines(tmp_path / names[0] / "metrics.jsonl")) == 2  # it continues
     for name in names[1:]:
         assert len(read_lines(tmp_path / name / "previous-1" / "metrics.jsonl")) == 2
         assert not (tmp_path / name / "metrics.jsonl").exists()
