@@ -280,6 +280,17 @@ def sum_together(tensors: Sequence[Tensor], group: ProcessGroup | None) -> list[
     return [total.view_as(tensor) for total, tensor in zip(sums, tensors, strict=True)]
 
 
+def runs_of(ranks: Sequence[int]) -> list[range]:
+    """Return ranks in ascending order as runs."""
+    runs: list[range] = []
+    for rank in ranks:
+        if runs and runs[-1].stop == rank:
+            runs[-1] = range(runs[-1].start, rank + 1)
+        else:
+            runs.append(range(rank, rank + 1))
+    return runs
+
+
 def ranks_text(ranks: Sequence[range]) -> str:
     """Return `rank 3`, or `ranks 0-511, 700 and 2 more`; what is more are ranks, not runs."""
     names = [

@@ -7,6 +7,7 @@ records and sums of these exchanges.
 
 import json
 import logging
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -108,6 +109,7 @@ class RankTree:
         self.size = 1
         self.traffic = Traffic()
         self._timeout: timedelta | None = None
+        self._connected: set[int] = set()
         if group is not None:
             self.rank = group.rank()
             self.size = group.size()
@@ -228,16 +230,40 @@ class RankTree:
         self.traffic.num_bytes += tensor.nbytes
         begin = time.monotonic()
         try:
-            # As dist.send and dist.recv do, whose checks take as long as the message.
-            how([tensor], rank, 0).wait()
+            if rank in self._connected:
+                # As dist.send and dist.recv do, whose checks take as long as the message.
+                how([tensor], rank, 0).wait()
+            else:
+                self._connect(how, tensor, rank)
         except RuntimeError as error:
             waited_s = time.monotonic() - begin
             lost = self._lost(rank, waited_s)
             text = f"rank {lost} has ended, or did not answer for {waited_s:.0f} s"
-            if self.traffic.exchanges == 1:
-                text += "; if it runs without --snip, start all ranks with the same flags"
             logger.error("snip: rank %d ends: %s", self.rank, text)
             raise LostRankError(f"{text} ({one_line(error)})") from error
+
+    def _connect(self, how: Callable[..., Any], tensor: Tensor, rank: int) -> None:
+        """Make the first transfer with `rank`, within the group's timeout.
+
+        Gloo tries to connect to a rank that has ended for five timeouts (torch 2.13). The ranks
+        that wait for this one would give up before it does, and would take it for the lost one.
+        """
+        errors: list[RuntimeError] = []
+
+        def transfer() -> None:
+            try:
+                how([tensor], rank, 0).wait()
+            except RuntimeError as error:
+                errors.append(error)
+
+        thread = threading.Thread(target=transfer, name=f"snip-connect-{rank}", daemon=True)
+        thread.start()
+        thread.join(None if self._timeout is None else self._timeout.total_seconds())
+        if thread.is_alive():
+            raise RuntimeError("no connection was made")
+        if errors:
+            raise errors[0]
+        self._connected.add(rank)
 
     def _lost(self, rank: int, waited_s: float) -> int:
         """Return the rank that is lost: this rank waited for `rank`, which may wait for another.

@@ -7,8 +7,12 @@ ranks do not share.
 from __future__ import annotations
 
 import argparse
+import hashlib
+import json
+import logging
 import os
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 from megatron_snip.config import SnipConfig
 from megatron_snip.errors import UsageError, shortened
@@ -16,6 +20,8 @@ from megatron_snip.version import __version__
 
 if TYPE_CHECKING:  # without --snip a run imports no torch of ours
     from megatron_snip.collectives import Gathered
+
+logger = logging.getLogger(__name__)
 
 MOST_SHOWN = 3
 """Of settings that differ."""
@@ -63,7 +69,6 @@ OF_MEGATRON = (
     "first_last_layers_bf16",
     "num_layers_at_start_in_bf16",
     "num_layers_at_end_in_bf16",
-    "te_precision_config_file",
     "reuse_grad_buf_for_mxfp8_param_ag",
     "transformer_impl",
     "cuda_graph_impl",
@@ -78,6 +83,8 @@ OF_MEGATRON = (
     "adam_eps",
 )
 """Megatron's settings by which SNIP's decisions, or the order of its exchanges, differ."""
+
+_STAGE = " of pipeline stage "
 
 OF_ENVIRONMENT = ("NVTE_BACKWARD_OVERRIDE",)
 
@@ -104,24 +111,94 @@ def settings_of_rank(config: SnipConfig, args: argparse.Namespace) -> dict[str, 
     return {name: _text(value) for name, value in found.items()}
 
 
+def files_of_rank(config: Any, stage: int, state: Mapping[str, Any] | None) -> dict[str, str]:
+    """Return what must be the same of files that every rank has read, as `settings_of_rank` does.
+
+    Args:
+        config: the model's TransformerConfig. Its precision file is compared within a pipeline
+            stage: `megatron-snip export` writes one for each.
+        stage: the rank's pipeline stage.
+        state: SNIP's state in the checkpoint, or None.
+    """
+    recipe = getattr(config, "quant_recipe", None)
+    rules = None
+    if recipe is not None:
+        matchers = [(getattr(each, "pattern", ""), each.config_key) for each in recipe.matchers]
+        rules = [matchers, recipe.configs]
+    return {
+        f"--te-precision-config-file{_STAGE}{stage}": _digest(rules),
+        "SNIP's state in the checkpoint": _digest(state),
+    }
+
+
+def _digest(value: Any) -> str:
+    if value is None:
+        return "none"
+    text = json.dumps(value, sort_keys=True, default=lambda other: type(other).__name__)
+    return f"one with SHA-256 {hashlib.sha256(text.encode()).hexdigest()[:12]}"
+
+
+def refuse_ranks_without_snip() -> None:
+    """All ranks that have SNIP, before they exchange anything: refuse ranks that have it not.
+
+    Raises:
+        UsageError: on every rank that has SNIP; it names the others.
+    """
+    import torch.distributed as dist
+
+    from megatron_snip.collectives import ranks_text, runs_of
+
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return
+    # As the default group's ranks do: it has the prefix of this start of the job.
+    store = dist.distributed_c10d._get_default_store()
+    rank, num_ranks = dist.get_rank(), dist.get_world_size()
+    # A process may train more than once.
+    number = store.add(f"snip/starts/{rank}", 1)
+    is_first = store.add(f"snip/with_snip/{number}", 1) == 1
+    # What a rank without SNIP does next is a barrier of all ranks, too: Megatron-LM's before it
+    # builds the data sets, Megatron-Bridge's before the first iteration. So both end now, however
+    # late a rank is. All ranks that have SNIP have said so before it.
+    dist.barrier()
+    if store.add(f"snip/with_snip/{number}", 0) == num_ranks:
+        return
+    found = f"snip/without_snip/{number}"
+    if is_first:  # one rank asks for all, the others read what it found
+        keys = [f"snip/starts/{each}" for each in range(num_ranks)]
+        without = [
+            each
+            for each, key in enumerate(keys)
+            if not store.check([key]) or int(store.get(key)) < number
+        ]
+        store.set(found, json.dumps(without))
+    without = json.loads(store.get(found))
+    message = (
+        f"--snip is missing on {ranks_text(runs_of(without))}; start all ranks with the same flags "
+        "and files"
+    )
+    # A host's first rank shows the error, and may be one of those without SNIP.
+    if rank == min(set(range(num_ranks)) - set(without)) and os.environ.get("LOCAL_RANK") != "0":
+        logger.error("snip: %s", message)
+    raise UsageError(message)
+
+
 def refuse_differences(settings: Gathered) -> None:
     """All ranks: refuse settings that differ.
 
     Args:
-        settings: `settings_of_rank` of every rank.
+        settings: `settings_of_rank` of every rank, with `files_of_rank`.
 
     Raises:
         UsageError: one line with each setting that differs, its values and their ranks.
     """
     from megatron_snip.collectives import ranks_text
 
-    if len(settings.values) == 1:
-        return
     differing = []
     for name in dict.fromkeys(name for each in settings.values for name in each):
         ranks_of: dict[str, list[range]] = {}
         for each, ranks in zip(settings.values, settings.ranks, strict=True):
-            ranks_of.setdefault(each.get(name, "not there"), []).extend(ranks)
+            if name in each or _STAGE not in name:
+                ranks_of.setdefault(each.get(name, "not there"), []).extend(ranks)
         if len(ranks_of) > 1:
             values = [
                 f"{shortened(value, 80)} on {ranks_text(sorted(ranks, key=lambda run: run.start))}"
@@ -129,6 +206,8 @@ def refuse_differences(settings: Gathered) -> None:
             ]
             more = f", and {len(values) - MOST_SHOWN} more" if len(values) > MOST_SHOWN else ""
             differing.append(f"{name} is {', '.join(values[:MOST_SHOWN])}{more}")
+    if not differing:
+        return
     more = f"; {len(differing) - MOST_SHOWN} more" if len(differing) > MOST_SHOWN else ""
     raise UsageError(
         f"the ranks have other settings: {'; '.join(differing[:MOST_SHOWN])}{more}; start all "

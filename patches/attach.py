@@ -13,7 +13,12 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_snip.config import SnipConfig
 from megatron_snip.errors import UsageError, naming_field
-from megatron_snip.patches.agreement import refuse_differences, settings_of_rank
+from megatron_snip.patches.agreement import (
+    files_of_rank,
+    refuse_differences,
+    refuse_ranks_without_snip,
+    settings_of_rank,
+)
 from megatron_snip.patches.arguments import with_flags_of_the_job
 from megatron_snip.patches.incompatible import check_modules, running_settings
 from megatron_snip.patches.registry import Package, Session
@@ -65,6 +70,7 @@ def attach(
     from megatron_snip.run.controller import SnipController
     from megatron_snip.run.state import resumed_state
 
+    refuse_ranks_without_snip()
     topology = current_topology()
     num_done = int(getattr(args, "iteration", 0) or 0)
     state: RunState | None = None
@@ -73,13 +79,15 @@ def attach(
     def checked() -> dict[str, str]:
         nonlocal config, state, warning
         check_modules(model)
-        settings = running_settings(args, get_model_config(model[0]))
+        of_model = get_model_config(model[0])
+        settings = running_settings(args, of_model)
         config = with_flags_of_the_job(config, settings)
         try:
             state, warning = resumed_state(session.loaded_state, num_done)
         except UsageError as error:  # each rank may have read a file of its own, which is damaged
             raise UsageError(f"rank {topology.rank}: {error}") from None
-        return settings_of_rank(config, args)
+        loaded = None if state is None else state.to_dict()
+        return settings_of_rank(config, args) | files_of_rank(of_model, topology.stage, loaded)
 
     refuse_differences(topology.control.gather("checking the model", checked))
     session.makes_plans = not config.collect_only
@@ -172,20 +180,14 @@ def make_writers(
             others with SNIP's names.
         RemoteFailure: on every rank, if the directory cannot be written.
     """
-    from megatron_snip.directory import run_id
-    from megatron_snip.reporting.opening import open_run
-    from megatron_snip.reporting.scalars import MEGATRON_LOGS
-    from megatron_snip.reporting.writers import (
-        TensorBoardWriter,
-        WandbWriter,
-        added_writers,
-        made_writers,
-    )
-
     writers: list[Writer] = []
     dump = config.model_dump(mode="json")
 
+    # What one rank uses is imported there: 16,384 ranks read modules from one file system.
     def open_files() -> str:
+        from megatron_snip.directory import run_id
+        from megatron_snip.reporting.opening import open_run
+
         megatron = {k: v for k, v in sorted(vars(args).items()) if type(v) in _YAML_TYPES}
         settings = {"snip": dump, "megatron": megatron}
         path = run_directory_of(config, args)
@@ -200,9 +202,15 @@ def make_writers(
     with naming_field("output_dir"):
         identity: str = topology.control.on_rank_0("opening --snip-output-dir", open_files)
     if topology.rank == 0:
+        from megatron_snip.reporting.writers import added_writers
+
         writers += added_writers(dump)
     if topology.rank != topology.world_size - 1:
         return writers, identity
+
+    from megatron_snip.reporting.scalars import MEGATRON_LOGS
+    from megatron_snip.reporting.writers import TensorBoardWriter, WandbWriter, made_writers
+
     interval = int(getattr(args, "tensorboard_log_interval", 1) or 1)
     board, wandb = loggers()
     makers: dict[str, Callable[[], Writer]] = {}

@@ -14,6 +14,8 @@ and DeepSeek V3 (0.2.2 has wq, wk and wv without `qkv_linear`), ModelOpt 0.47's
 """
 
 import argparse
+import bisect
+import itertools
 import json
 import re
 import shlex
@@ -209,14 +211,14 @@ def _counted_layers(
     if len(with_mtp) > 1:
         raise UsageError("--chunk-layers: all layers of multi-token prediction are in one chunk")
     tables: list[dict[str, int]] = [{} for _ in chunks]
-    first = 0
-    for table, (count, _) in zip(tables, chunks, strict=True):
-        table |= {f"decoder.layers.{first + number}": number for number in range(count)}
-        first += count
+    ends = list(itertools.accumulate(count for count, _ in chunks))
     for layer, (block, number) in layers.items():
-        if block == "mtp" or (block != "decoder" and len(chunks) == 1):
+        if block == "decoder":
+            index = bisect.bisect_right(ends, number)
+            tables[index][layer] = number - (ends[index] - chunks[index][0])
+        elif block == "mtp" or len(chunks) == 1:
             tables[with_mtp[0] if with_mtp else -1][layer] = number
-        elif block != "decoder":
+        else:
             raise UsageError(
                 f"'{layer}': --chunk-layers counts layers of the decoder; export the plan of a run "
                 "with these pipeline stages, or give --pipeline-stages 1"

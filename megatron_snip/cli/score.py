@@ -107,9 +107,10 @@ def _linears(thing: str, scorer: Scorer, args: argparse.Namespace) -> dict[str, 
             raise UsageError(f"'{thing}' is not first-last:N,M, as in first-last:2,4")
         return scorer.low_and_high(first_last(names, *map(int, counts)))
     if not colon:
+        hint = did_you_mean(kind, [f"{name}:0.8" for name in policy_names()])
         raise UsageError(
             f"'{thing}' is no plan (.json), precision file (.yaml), policy with a target "
-            f"(norms:0.8) or rule ({', '.join(RULES)}){did_you_mean(kind, policy_names())}"
+            f"(norms:0.8) or rule ({', '.join(RULES)}){hint}"
         )
     target = _number(thing, given, "POLICY:TARGET, as in norms:0.8")
     return scorer.policy(kind, target)

@@ -29,6 +29,8 @@ from megatron_snip.planning.option_table import Floats, Ints, as_fraction, choos
 from megatron_snip.planning.settings import PlanSettings
 
 _COST_SUM = 2**48
+_LEAST_TOTAL = 1e-290
+"""Costs that differ by less in sum are equal: smaller ones cannot be scaled to integers."""
 _MAX_DISTINCT = 64
 """No common unit is sought of more distinct costs than this."""
 
@@ -189,8 +191,8 @@ def _integer_costs(core: Core) -> tuple[Ints, float, float, float]:
     total = float(np.maximum.reduceat(above, core.starts[:-1]).sum())
     base = float(least.sum())
     rounding = 1e-15 * float(np.abs(core.cost).sum())
-    if total == 0.0:
-        return np.zeros(len(above), dtype=np.int64), 1.0, base, rounding
+    if total < _LEAST_TOTAL:
+        return np.zeros(len(above), dtype=np.int64), 1.0, base, rounding + total
     unit = _common_unit(core.cost)
     error = rounding
     if unit is None:

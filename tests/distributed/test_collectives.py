@@ -17,6 +17,7 @@ from megatron_snip.collectives import Control, RemoteFailure, sum_together
 from megatron_snip.config import SnipConfig
 from megatron_snip.errors import UnsupportedError, UsageError
 from megatron_snip.linears import model as planned
+from megatron_snip.patches.agreement import refuse_ranks_without_snip
 from megatron_snip.patches.attach import attach
 from megatron_snip.patches.cpu.graphs import CUDAGraph, graph
 from megatron_snip.patches.registry import Session
@@ -124,6 +125,30 @@ def messages() -> dict[str, list[int]]:
         run()
         now = control.traffic
         found[name] = [now.exchanges - before.exchanges, now.messages - before.messages]
+    return found
+
+
+def test_ranks_without_snip_are_named_on_all_others() -> None:
+    """They are in the barrier that Megatron has there. A process may train twice."""
+    ranks = run_ranks(5, "tests.distributed.test_collectives:some_without_snip")
+    line = "--snip is missing on ranks 0, 2-3; start all ranks with the same flags and files"
+    assert ranks == [[None, None], [None, line]] + [[None, None]] * 2 + [[None, line]]
+
+
+def some_without_snip() -> list[str | None]:
+    """On ranks: what each found at the first start, and at one where three ranks have no SNIP."""
+    found: list[str | None] = []
+    for without in ([], [0, 2, 3]):
+        if dist.get_rank() in without:
+            dist.barrier()
+            found.append(None)
+            continue
+        try:
+            refuse_ranks_without_snip()
+            found.append(None)
+        except UsageError as error:
+            found.append(error.message)
+    dist.barrier()  # rank 0 has the store
     return found
 
 

@@ -50,10 +50,21 @@ def test_whichever_rank_is_killed(victim: int) -> None:
         assert rank == victim or ended["lost"].startswith(f"rank {victim} "), ended
 
 
-@pytest.mark.slow
-def test_a_rank_that_was_killed_before_anything_was_exchanged_ends_the_others() -> None:
-    """Which one it was is not known then: ranks beside it try to connect for a while."""
-    assert all(ended["lost"] for ended in run("gather", "killed", 4, exchanged_before=False))
+@pytest.mark.parametrize(
+    ("fault", "victim"),
+    [
+        ("killed", 4),
+        pytest.param("killed", 0, marks=pytest.mark.slow),
+        pytest.param("killed", 7, marks=pytest.mark.slow),
+        pytest.param("stopped", 4, marks=pytest.mark.slow),
+    ],
+)
+def test_a_rank_that_is_lost_before_anything_was_exchanged_is_named_as_well(
+    fault: str, victim: int
+) -> None:
+    """No rank is connected to it then, and all others end at the timeout."""
+    for rank, ended in enumerate(run("gather", fault, victim, exchanged_before=False)):
+        assert rank == victim or ended["lost"].startswith(f"rank {victim} "), ended
 
 
 @pytest.mark.parametrize("kind", cases(["vote"], ["sum", "gather", "from the last rank"]))

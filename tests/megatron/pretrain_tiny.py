@@ -5,10 +5,12 @@ TINY_KILL_AFTER: SIGKILL in the iteration after this one, as on a lost machine.
 TINY_DOUBT: Megatron doubts the losses of this iteration (0-based) and repeats it.
 TINY_GIVE_UP: Megatron also ends the job there, after a checkpoint of the iteration before.
 TINY_BAD_STATE: checkpoints hold a state of SNIP that is damaged, of this version.
+TINY_STATE: checkpoints hold the state of SNIP in this file, as another version has written it.
 TINY_OWN_FLAGS: the script parses its own flags.
 TINY_EARLY: SNIP may measure before the optimizer has made ten steps.
 TINY_AUTO: the script imports megatron_snip.auto, before all else.
-TINY_BREAK: the loss is infinite whenever a linear runs FP4.
+TINY_BREAK: the loss is infinite under the plan of this number, and those after it, of the
+different plans that run FP4.
 TINY_FAULTS: every refresh fails, as in `faults.py`.
 TINY_FUSED_WGRAD: weight gradients are added in a GEMM, as is the default on a GPU.
 TINY_RESTART: a second training in the same process, as in-process restart does.
@@ -56,6 +58,12 @@ if "TINY_BAD_STATE" in os.environ:
     bad = {"version": int(os.environ["TINY_BAD_STATE"]), "plan": []}
     setattr(RunState, "to_dict", lambda self: bad)  # noqa: B010
 
+if "TINY_STATE" in os.environ:
+    from megatron_snip.run.state import RunState
+
+    written = json.loads(Path(os.environ["TINY_STATE"]).read_text())
+    setattr(RunState, "to_dict", lambda self: written)  # noqa: B010
+
 if "TINY_FAULTS" in os.environ:
     from tests.megatron import faults
 
@@ -69,6 +77,8 @@ LOSSES: list[str] = []
 EVALUATED: list[str] = []
 OPTIONS: list[str] = []
 """Of the linears; filled for TINY_BREAK alone."""
+WITH_FP4: list[list[str]] = []
+"""All that `OPTIONS` was with FP4, each once."""
 
 if "TINY_BREAK" in os.environ:
     from megatron_snip.linears.model import PlannedModel
@@ -77,6 +87,8 @@ if "TINY_BREAK" in os.environ:
 
     def noted(self: PlannedModel, options: Any) -> Any:
         OPTIONS[:] = map(str, options.values())
+        if any("fp4" in option for option in OPTIONS) and OPTIONS not in WITH_FP4:
+            WITH_FP4.append(list(OPTIONS))
         return apply(self, options)
 
     setattr(PlannedModel, "apply", noted)  # noqa: B010
@@ -188,7 +200,7 @@ def forward_step(data_iterator: Any, model: Any, return_schedule_plan: bool = Fa
         plan = model.build_schedule_plan(*given, labels=batch["labels"])
         return plan, partial(loss_func, batch["loss_mask"], training=training)
     output = model(*given, labels=batch["labels"])
-    if any("fp4" in option for option in OPTIONS):
+    if OPTIONS in WITH_FP4[int(os.environ.get("TINY_BREAK", "1")) - 1 :]:
         output = output * math.inf
     return output, partial(loss_func, batch["loss_mask"], training=training)
 

@@ -19,7 +19,10 @@ from megatron_snip.patches import cpu
 
 
 def run_script(words: list[str], environment: dict[str, str], plain: bool) -> None:
-    """Run `python -m megatron_snip WORDS`, or `python WORDS` with the CPU patch alone."""
+    """Run `python -m megatron_snip WORDS`, or `python WORDS` with the CPU patch alone.
+
+    TINY_WITHOUT_SNIP: the rank whose command line has `--no-snip`.
+    """
     # Megatron-LM compiles a helper, and torch has the header files that it needs.
     torch = Path(importlib.util.find_spec("torch").origin).with_name("include")
     os.environ.update(
@@ -28,6 +31,8 @@ def run_script(words: list[str], environment: dict[str, str], plain: bool) -> No
         CPATH=f"{sysconfig.get_path('include')}:{torch}",
         TINY_EARLY="1",
     )
+    if os.environ["RANK"] == environment.get("TINY_WITHOUT_SNIP"):
+        words = [*words, "--no-snip"]
     if "wandb" in sys.modules:  # a rank that ended has removed what all inherit
         from wandb.sdk.data_types._private import MEDIA_TMP
 

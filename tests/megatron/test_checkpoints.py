@@ -1,6 +1,7 @@
 """Saving, being killed and resuming with Megatron's own checkpoints, in either format."""
 
 import json
+from pathlib import Path
 
 import pytest
 from megatron.core.rerun_state_machine import EXIT_CODE_RESUME_TO_DISAMBIGUATE
@@ -68,6 +69,22 @@ def test_a_resumed_job_leaves_the_files_of_another_run(lab: Lab) -> None:
     found = {path.relative_to(archive): path.read_bytes() for path in archive.rglob("*.json*")}
     assert found == before
     assert [row["iteration"] for row in read_lines(other / "metrics.jsonl")] == [8, 9, 10]
+
+
+def test_a_checkpoint_of_0_2_0_is_resumed(lab: Lab) -> None:
+    """Its state of this very run, stopped after iteration 7 with a refresh in flight."""
+    directory = lab.output("of 0.2.0")
+    written = Path(__file__).with_name("state-0.2.0.json")
+    environment = {"TINY_KILL_AFTER": "7", "TINY_STATE": str(written)}
+    lab.run("one", [*SNIP, *saving(directory)], environment)
+    again = resumed(lab, "one", directory)
+    again.finished()
+    assert any(
+        "after iteration 7 with the snip plan of iteration 3" in x for x in snip_lines(again)
+    )
+    assert not any("other settings" in line for line in snip_lines(again))
+    assert weights(again) == weights(lab.planned("one"))
+    assert applied_plans(again) == [9]
 
 
 @pytest.mark.parametrize("iteration", [5, 7])

@@ -1,13 +1,24 @@
 """What a user's precision file fixes stays as the job runs it, under every plan."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 import yaml
 
 from tests.megatron.fast_flags import NVFP4
-from tests.megatron.lab import SNIP, Lab, applied_plans, logged, recipes_of, snip_lines
+from tests.megatron.lab import (
+    MODEL,
+    SCRIPT,
+    SNIP,
+    WITH_TE,
+    Lab,
+    applied_plans,
+    logged,
+    recipes_of,
+    snip_lines,
+)
 
 BF16_RULES = ("*.linear_qkv", "*.linear_proj", "*.fc?_latent_proj", "mtp.*")
 """The modules that NVIDIA's file for Nemotron 3 Super keeps in BF16."""
@@ -84,3 +95,38 @@ def test_pins_go_before_the_file_and_give_linears_back(te_lab: Lab, file: Path) 
     found = fixed_in(run.output, 5)
     assert found.pop(name) == "--snip-pins"
     assert len(found) == 7 and all("self_attention" in each for each in found)
+
+
+BY_RANK = """
+import os, runpy, sys
+file = sys.argv[1 + int(os.environ["RANK"])]
+sys.argv = [*sys.argv[3:], "--te-precision-config-file", file]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+@pytest.mark.parametrize("layout", ["te pp2", "te dp2"])
+def test_a_pipeline_stage_may_have_a_file_of_its_own_and_a_rank_may_not(
+    te_lab: Lab, file: Path, tmp_path: Path, layout: str
+) -> None:
+    """As `megatron-snip export` writes them; a stale copy on one node looks the same otherwise."""
+    other = tmp_path / "other.yaml"
+    other.write_text(file.read_text().replace(LOCAL_RULE, "decoder.layers.0.mlp.linear_fc2"))
+    script = tmp_path / "by_rank.py"
+    script.write_text(BY_RANK)
+    ranks, parallel = WITH_TE[layout]
+    words = ["--cpu", str(script), str(file), str(other), SCRIPT, *MODEL.split(), *parallel]
+    output = ["--snip-output-dir", str(tmp_path / "snip")]
+    run = te_lab.run_words(ranks, [*words, *NVFP4, *PLANS, *output], {}, plain=False)
+    if layout == "te dp2":
+        assert run.statuses == (2, 2), run.report
+        (line,) = re.findall("error: (the ranks have other settings: .*)", run.logs[0])
+        assert line.startswith(
+            "the ranks have other settings: --te-precision-config-file of pipeline stage 0 is one "
+            "with SHA-256 "
+        )
+        assert " on rank 0, one with SHA-256 " in line and " on rank 1; start all" in line
+        return
+    run.finished()
+    local = {name for name in fixed_in(tmp_path / "snip", 5) if "mlp" in name}
+    assert local == {"decoder.layers.1.mlp.linear_fc2", "decoder.layers.2.mlp.linear_fc2"}

@@ -5,11 +5,14 @@ import pytest
 from tests.megatron.fast_flags import GATHERED_BF16, MXFP8, NVFP4, SHORT, SMALL, STORED
 from tests.megatron.lab import (
     COLLECT_ONLY,
+    OVERLAP,
+    PP2,
     SNIP,
     Lab,
     applied_plans,
     logged,
     saving,
+    snip_lines,
     weights,
 )
 
@@ -96,6 +99,60 @@ def test_a_killed_run_resumes_bitwise(te_lab: Lab, job: str) -> None:
     finished = zip(uninterrupted.finished(), again.finished(), strict=True)
     for before, after in finished:
         assert after["evaluated"] == before["evaluated"][-len(after["evaluated"]) :]
+
+
+TP2 = ["--tensor-model-parallel-size", "2", "--sequence-parallel"]
+OTHER_LAYOUTS = {"tp2": ("te dp2", TP2), "pp2": ("te dp2", PP2), "one": ("te", OVERLAP)}
+"""A layout and flags of a job that resumes what two data-parallel ranks saved."""
+RESHARDED = "--dist-ckpt-optim-fully-reshardable"
+
+
+@pytest.mark.parametrize("layout", OTHER_LAYOUTS)
+def test_a_run_resumes_in_another_layout_on_exact_weights(te_lab: Lab, layout: str) -> None:
+    """Bit by bit as a job that stores BF16 weights, which is stopped and resumed alike."""
+    ranks, parallel = OTHER_LAYOUTS[layout]
+    found = []
+    for name, stored in (("mxfp8", GATHERED_BF16), ("bf16", MXFP8)):
+        flags = [*stored, *UNCLIPPED, *SMALL, *SNIP, *THREE, RESHARDED]
+        folder = te_lab.output(f"killed {name}, to be resharded")
+        te_lab.run("te dp2", [*flags, *saving(folder)], {"TINY_KILL_AFTER": "7"})
+        again = te_lab.run(ranks, [*flags, *parallel, "--load", str(folder)])
+        again.finished()
+        assert any("resumes after iteration 7 with the snip plan" in x for x in snip_lines(again))
+        found.append(again)
+    again, truth = found
+    losses = [[rank["losses"] for rank in run.finished()] for run in found]
+    assert losses[0] == losses[1] and losses[0][-1]
+    assert applied_plans(again) == applied_plans(truth) == [9]
+
+
+def test_finetuning_from_stored_weights_starts_anew(te_lab: Lab) -> None:
+    """The optimizer is not loaded: its FP32 weights are what the checkpoint's weights are."""
+    flags = [*GATHERED_BF16, *SMALL]
+    folder = te_lab.output("killed, for fine-tuning")
+    te_lab.run("te dp2", [*flags, *SNIP, *THREE, *saving(folder)], {"TINY_KILL_AFTER": "7"})
+    flags += ["--finetune", "--load", str(folder)]
+    plain = te_lab.run("te dp2", flags)
+    tuned = te_lab.run("te dp2", [*flags, *SNIP, *THREE])
+    tuned.finished()
+    assert applied_plans(tuned) == [5, 9], tuned.report
+    before, after = logged(plain), logged(tuned)
+    assert [after[i] for i in range(1, 5)] == [before[i] for i in range(1, 5)]
+    assert after[5] != before[5]
+
+
+def test_a_reverted_plan_leaves_no_trace_in_the_copies_of_the_one_before(te_lab: Lab) -> None:
+    """A plan for another target breaks its first iteration. The one before runs on exact weights,
+    as in a run that plans once."""
+    flags = [*GATHERED_BF16, *SMALL, *SNIP, *THREE]
+    schedule = ["--snip-target-schedule", "1:0.25,6:0.75"]
+    run = te_lab.run("te dp2", [*flags, *schedule], {"TINY_BREAK": "2"})
+    assert "snip: iteration 7: reverted the snip plan of iteration 5" in run.logs[0], run.report
+    once = te_lab.run(
+        "te dp2", [*flags, "--snip-efficiency-target", "0.25", "--snip-interval", "100"]
+    )
+    assert logged(run) == logged(once)
+    assert weights(run) == weights(once)
 
 
 @pytest.mark.parametrize(("job", "formats"), [("nvfp4", "bf16,fp4"), ("tensorwise", "bf16,fp8")])

@@ -31,6 +31,15 @@ def test_without_snip_a_run_is_bitwise_plain_megatron(lab: Lab, layout: str) -> 
     assert not snip_lines(off)
 
 
+@pytest.mark.parametrize("without", ["0", "1"])
+def test_a_rank_without_snip_ends_the_job_with_a_line_that_names_it(lab: Lab, without: str) -> None:
+    run = lab.run("pp2", SNIP, {"TINY_WITHOUT_SNIP": without})
+    line = f"--snip is missing on rank {without}; start all ranks with the same flags and files"
+    with_snip = 1 - int(without)
+    assert run.statuses[with_snip] == 2, run.report
+    assert run.logs[with_snip].count(line) == 1 and "Traceback" not in run.logs[with_snip]
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_measuring_without_planning_changes_no_bit(lab: Lab, layout: str) -> None:
     collected = lab.run(layout, COLLECT_ONLY)

@@ -40,17 +40,21 @@ PRETRAIN = f"""{MODEL} --num-layers 2 --train-iters 400 --eval-interval 1000 --e
 class Job:
     """A running job of two ranks, with a folder of its own and its output in a file there."""
 
-    def __init__(self, folder: Path, more: str = "", prefix: str = "") -> None:
-        """Start it: `more` are flags, `prefix` is shell text."""
+    def __init__(
+        self, folder: Path, more: str = "", prefix: str = "", of_last_rank: str = ""
+    ) -> None:
+        """Start it: `more` are flags, `of_last_rank` those of one rank, `prefix` is shell text."""
         self.folder, self.log = folder, folder / "log"
         python = ROOT / ".venv-megatron" / "bin" / "python"
         words = f"{python} -W ignore -m torch.distributed.run --nproc-per-node 2"
-        words += f" --master-port {free_port()} -m megatron_snip --cpu"
+        words += f" --master-port {free_port()} --no-python sh tests/nightly/rank.sh {python}"
+        words += " -W ignore -m megatron_snip --cpu"
         words += f" tests/megatron/pretrain_tiny.py {PRETRAIN} --snip-output-dir {folder}/run"
         words += f" --save {folder}/save --save-interval 8"
         (folder / "save").mkdir(exist_ok=True)
         environment = {**os.environ, **RANK_ENVIRONMENT}
         environment |= {"PYTHONPATH": str(ROOT), "TINY_RESULTS": str(folder)}
+        environment["OF_LAST_RANK"] = of_last_rank
         command = f"{prefix} exec {' '.join(words.split())} {more}"
         self._process = subprocess.Popen(
             ["bash", "-c", command],
@@ -132,7 +136,8 @@ class Job:
         return status, len(left)
 
 
-Fault = Callable[[Job], None]
+Fault = Callable[[Job], str | None]
+"""May return a message that is shown in place of the job's last one."""
 
 
 @dataclass(frozen=True)
@@ -142,6 +147,7 @@ class Case:
     at: int = 14  # after this iteration
     prefix: str = ""  # shell text before the command
     more: str = ""  # flags
+    of_last_rank: str = ""  # flags of one rank
     needs_root: bool = False
     small: tuple[str, ...] = ()  # folders of the job that share a small file system
     damage: Callable[[Path], object] | None = None  # of the checkpoint, before it is loaded
@@ -175,10 +181,28 @@ def _kill_rank(job: Job) -> None:
     job.ranks()[1].kill()
 
 
+def _kill_first_rank(job: Job) -> None:
+    job.ranks()[0].kill()
+
+
 def _stop_rank_and_interrupt(job: Job) -> None:
-    job.ranks()[1].suspend()
+    _stop_rank(job)
     time.sleep(1)
     job.signal(signal.SIGINT)
+
+
+def _stop_rank(job: Job) -> None:
+    job.ranks()[1].suspend()
+    job.signalled_at = time.monotonic()
+
+
+def _start_another(job: Job) -> str:
+    """Start another run in the same directory; return how it ends."""
+    folder = job.folder / "other"
+    folder.mkdir()
+    other = Job(folder, f"--snip-output-dir {job.folder}/run")
+    status, _ = other.end()
+    return f"the other job: exit {status}: {_last_line(other.text)}"
 
 
 def _kill_solver(job: Job) -> None:
@@ -188,7 +212,10 @@ def _kill_solver(job: Job) -> None:
 
 
 def _sending(number: int) -> Fault:
-    return lambda job: job.signal(number)
+    def send(job: Job) -> None:
+        job.signal(number)
+
+    return send
 
 
 _terminate, _interrupt = _sending(signal.SIGTERM), _sending(signal.SIGINT)
@@ -227,6 +254,12 @@ def _delete_run(job: Job) -> None:
 
 CASES = (
     Case("`kill -9` of a rank", _kill_rank),
+    Case("`kill -9` of rank 0", _kill_first_rank),
+    Case(
+        "`kill -STOP` of a rank, `--distributed-timeout-minutes 1`",
+        _stop_rank,
+        more="--distributed-timeout-minutes 1",
+    ),
     Case("`kill -STOP` of a rank, then Ctrl-C", _stop_rank_and_interrupt),
     Case("the same, Ctrl-C twice", _stop_rank_and_interrupt_twice),
     Case("SIGTERM in ordinary iterations", _terminate),
@@ -243,6 +276,15 @@ CASES = (
         more="--snip-plugins tests.nightly.hungry --snip-policy hungry",
         goes_on=True,
     ),
+    Case(
+        "the solver's plan misses the target",
+        _nothing,
+        more="--snip-plugins tests.nightly.wrong --snip-policy wrong",
+        goes_on=True,
+    ),
+    Case("another run starts in the directory", _start_another, goes_on=True),
+    Case("`--no-snip` on one rank", _nothing, of_last_rank="--no-snip"),
+    Case("another `--snip-interval` on one rank", _nothing, of_last_rank="--snip-interval 5"),
     Case("SNIP's folders cannot be written", _block_folders, goes_on=True),
     Case("SNIP's directory is deleted", _delete_run, goes_on=True),
     Case("disk full: SNIP's folder", _fill("run"), small=("run",), goes_on=True),
@@ -273,18 +315,19 @@ def run(case: Case) -> tuple[str, ...]:
             return (case.name, "not tried: only root may mount", "", "0", "", "")
         if case.small and not _share_small_disk(folder, case.small, stack):
             return (case.name, "not tried: only root may mount", "", "0", "", "")
-        job = Job(folder, case.more, case.prefix)
+        job = Job(folder, case.more, case.prefix, case.of_last_rank)
         job.wait_for_iteration(case.at)
         started = bool(job.ranks())
+        found = None
         if started:
-            case.fault(job)
+            found = case.fault(job)
             if case.goes_on:
                 job.wait_for_iteration(24)
                 job.signal(signal.SIGTERM)
         begin = job.signalled_at or time.monotonic()
         status, left = job.end()
         seconds = (job.ended_at or begin) - begin
-        shown = _last_line(job.text)
+        shown = _short(found) if found else _last_line(job.text)
         (folder / "save" / "filler").unlink(missing_ok=True)
         (folder / "run" / "filler").unlink(missing_ok=True)
         resumed, more_left = _resume(case, folder)

@@ -165,6 +165,34 @@ def test_a_script_decides_which_megatron_is_imported() -> None:
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
+ORDINARY_RANK = """
+import sys
+from argparse import Namespace
+from megatron_snip.config import SnipConfig
+from megatron_snip.linears.discovery import current_topology
+from megatron_snip.patches.attach import make_writers
+from megatron_snip.reporting.background import in_background
+from megatron_snip.run.controller import SnipController
+from megatron_snip.topology import Topology
+
+class RankZeroIsElsewhere:
+    def on_rank_0(self, what, action):
+        return "the run"
+
+topology = Topology(rank=1, world_size=3, control=RankZeroIsElsewhere())
+assert make_writers(SnipConfig(), Namespace(), topology, None) == ([], "the run")
+wanted = "rich jinja2 matplotlib ortools scipy wandb megatron_snip.reporting.opening"
+print(*(name for name in wanted.split() if name in sys.modules))
+"""
+
+
+def test_a_rank_that_writes_nothing_imports_no_writers() -> None:
+    """16,384 ranks read modules from one file system."""
+    command = [sys.executable, "-W", "ignore", "-c", ORDINARY_RANK]
+    found = subprocess.run(command, check=True, capture_output=True, text=True)
+    assert found.stdout.split() == []
+
+
 def test_no_test_module_imports_from_another() -> None:
     """What several share is in a module that is named after it."""
     found = {

@@ -194,6 +194,18 @@ def test_stages_have_files_of_their_own(uneven: Path, printed: Any, imported: An
     assert imported("out.yaml") == options_of(back)
 
 
+def test_layers_without_planned_linears_take_no_memory(folder: Path, printed: Any) -> None:
+    """A list of all layers up to this one would not fit into any."""
+    last = 999_999_999
+    write_plan(plan_of({name_of(0): "fp8", name_of(last): "fp4"}), Path("plan.json"))
+    printed(*EXPORT, "10.0")
+    matchers = yaml.safe_load(Path("out.yaml").read_text())["matchers"]
+    assert [row["pattern"] for row in matchers.values()] == [name_of(0), name_of(last)]
+    printed(*EXPORT, "10.0", "--pipeline-stages", "2", "--chunk-layers", f"1,{last}")
+    matchers = yaml.safe_load(Path("out.yaml").read_text())["matchers"]
+    assert [row["pattern"] for row in matchers.values()] == [name_of(0), name_of(last - 1)]
+
+
 @pytest.mark.parametrize(
     ("files", "text"),
     [

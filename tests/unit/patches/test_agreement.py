@@ -8,7 +8,7 @@ import pytest
 from megatron_snip.collectives import Gathered
 from megatron_snip.config import SnipConfig
 from megatron_snip.errors import UsageError
-from megatron_snip.patches.agreement import refuse_differences, settings_of_rank
+from megatron_snip.patches.agreement import files_of_rank, refuse_differences, settings_of_rank
 
 SAME = settings_of_rank(SnipConfig(), Namespace(seed=1, fp8=None))
 
@@ -48,3 +48,31 @@ def test_a_difference_is_one_line_with_the_setting_its_values_and_their_ranks(
     message = str(refused.value)
     assert text in message and message.startswith("the ranks have other settings: --")
     assert "\n" not in message and len(message) < 800
+
+
+def rules_of(stage: int, option: str) -> dict[str, str]:
+    matcher = Namespace(pattern="*fc1*", config_key="a")
+    recipe = Namespace(matchers=[matcher], configs={"a": {"training_recipe": option}})
+    return files_of_rank(Namespace(quant_recipe=recipe), stage, None)
+
+
+def test_a_precision_file_is_compared_by_its_content_within_a_pipeline_stage() -> None:
+    first, last = SAME | rules_of(0, "fp8"), SAME | rules_of(1, "bf16")
+    halves = ((range(4),), (range(4, 8),))
+    refuse_differences(Gathered((first, last), halves))
+    edited = SAME | rules_of(1, "fp4")
+    ranks = ((range(4),), (range(4, 7),), (range(7, 8),))
+    with pytest.raises(
+        UsageError, match=r"file of pipeline stage 1 is one with SHA-256 .* on rank"
+    ):
+        refuse_differences(Gathered((first, last, edited), ranks))
+
+
+def test_a_checkpoint_that_has_no_state_for_one_rank_is_refused() -> None:
+    """In Megatron's format `torch` each rank has a file of its own."""
+    plain = Namespace()
+    values = tuple(SAME | files_of_rank(plain, 0, state) for state in ({"iteration": 7}, None))
+    with pytest.raises(
+        UsageError, match=r"SNIP's state in the checkpoint is one with .* none on r"
+    ):
+        refuse_differences(Gathered(values, ((range(7),), (range(7, 8),))))
