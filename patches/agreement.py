@@ -150,11 +150,9 @@ def refuse_ranks_without_snip() -> None:
 
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return
-    # As the default group's ranks do: it has the prefix of this start of the job.
     store = dist.distributed_c10d._get_default_store()
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
-    # A process may train more than once.
-    number = store.add(f"snip/starts/{rank}", 1)
+    number = store.add(f"snip/starts/{rank}", 1)  # a process may train more than once
     is_first = store.add(f"snip/with_snip/{number}", 1) == 1
     # What a rank without SNIP does next is a barrier of all ranks, too: Megatron-LM's before it
     # builds the data sets, Megatron-Bridge's before the first iteration. So both end now, however
