@@ -181,7 +181,7 @@ class RankZeroIsElsewhere:
 
 topology = Topology(rank=1, world_size=3, control=RankZeroIsElsewhere())
 assert make_writers(SnipConfig(), Namespace(), topology, None) == ([], "the run")
-wanted = "rich jinja2 matplotlib ortools scipy wandb megatron_snip.reporting.opening"
+wanted = "rich matplotlib ortools megatron_snip.reporting.opening megatron_snip.reporting.writers"
 print(*(name for name in wanted.split() if name in sys.modules))
 """
 
