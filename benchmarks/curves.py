@@ -24,7 +24,7 @@ from typing import Any
 from benchmarks.machine import has_gpu, write_result
 from megatron_snip.planning.policies import POLICIES
 
-RULES = [name for name, policy in POLICIES.items() if policy.granularity == "linear"]
+RULES = [n for n, policy in POLICIES.items() if policy.granularity != "gemm" and n != "snip"]
 """Policies that choose linears by a rule."""
 
 GPU: dict[str, Any] = {

@@ -69,6 +69,7 @@ from megatron_snip.options import BF16, Option, Refusals
 from megatron_snip.planning.fixed import FixedLinears
 from megatron_snip.planning.problem import (
     MAX_MAGNITUDE,
+    SQUARES,
     LinearChoices,
     OptionCost,
     PlanningProblem,
@@ -78,6 +79,7 @@ from megatron_snip.statistics.records import (
     SCHEMA_VERSION,
     LinearStatistics,
     StatisticsTable,
+    named_statistics,
 )
 from megatron_snip.topology import LinearInfo
 from megatron_snip.types import GEMM_OPERANDS, Gemm, Operand
@@ -88,12 +90,6 @@ FPROP_RATIO = 4.0
 """With one microbatch: the sum of the fprop terms, divided by the sum of `local_square`."""
 DGRAD_SHARE = 0.125
 """Share of `local_square` that stands for dgrad."""
-
-_ERROR_FIELDS = {
-    Operand.INPUT: ("input_error_square", "input_square"),
-    Operand.WEIGHT: ("weight_error_square", "weight_square"),
-    Operand.GRAD_OUTPUT: ("grad_error_square", "grad_square"),
-}
 
 
 @dataclass(frozen=True)
@@ -245,7 +241,7 @@ def planning_problem(table: DivergenceTable, target: float) -> PlanningProblem:
     """Return the planner's problem; its smallest allowed efficiency is `target`.
 
     The saving of an option is its share of FLOPs in the lowest precision. Its `scores` are for the
-    baseline policies.
+    baseline policies; so are the statistics of a linear.
     """
     linears = []
     for linear in table.statistics.linears:
@@ -264,7 +260,8 @@ def planning_problem(table: DivergenceTable, target: float) -> PlanningProblem:
                 saving=option.share_in(table.lowest_format),
                 scores=without_nan(scores),
             )
-        linears.append(_choices(linear, costs))
+        statistics = without_nan(named_statistics(linear)) if _was_measured(linear) else {}
+        linears.append(_choices(linear, costs, statistics))
     return PlanningProblem(linears=tuple(linears), target=target)
 
 
@@ -276,13 +273,19 @@ def unmeasured_problem(
         str(option): OptionCost(quality_loss=0.0, saving=option.share_in(lowest_format))
         for option in options
     }
-    choices = tuple(_choices(linear, costs) for linear in linears)
+    choices = tuple(_choices(linear, costs, {}) for linear in linears)
     return PlanningProblem(linears=choices, target=target)
 
 
-def _choices(linear: LinearInfo, costs: dict[str, OptionCost]) -> LinearChoices:
+def _choices(
+    linear: LinearInfo, costs: dict[str, OptionCost], statistics: dict[str, float | None]
+) -> LinearChoices:
     return LinearChoices(
-        name=linear.name, stage=linear.stage, flops=linear.flops_per_token, options=costs
+        name=linear.name,
+        stage=linear.stage,
+        flops=linear.flops_per_token,
+        options=costs,
+        statistics=statistics,
     )
 
 
@@ -385,7 +388,7 @@ def _operand_errors(linear: LinearStatistics, option: Option) -> Iterator[tuple[
             continue
         found = linear.formats[option[gemm]]
         for operand in GEMM_OPERANDS[gemm]:
-            error_square, square = _ERROR_FIELDS[operand]
+            error_square, square = SQUARES[operand]
             yield getattr(found, error_square), getattr(linear, square)
 
 
@@ -396,7 +399,7 @@ def gemm_norm_bound(linear: LinearStatistics, option: Option, gemm: Gemm) -> flo
     found = linear.formats[option[gemm]]
     norm = {}
     error = {}
-    for operand, (error_square, square) in _ERROR_FIELDS.items():
+    for operand, (error_square, square) in SQUARES.items():
         norm[operand] = math.sqrt(getattr(linear, square))
         error[operand] = math.sqrt(getattr(found, error_square))
     a, b = GEMM_OPERANDS[gemm]

@@ -8,6 +8,7 @@
     random-gemm,            order the GEMMs of all linears and lower them in turn
     grads-first,
     norms-gemm, norms-kinds
+    error-threshold         the same; a problem need not have options per GEMM
     uniform-OPTION          gives every linear that is not pinned this option, or the nearest one of
                             no lower precision that it can run; ignores the target
 
@@ -24,7 +25,7 @@ from typing import Literal, TypeVar
 import numpy as np
 
 from megatron_snip.errors import UsageError, did_you_mean
-from megatron_snip.options import Option, nearest_option
+from megatron_snip.options import BF16, Option, nearest_option
 from megatron_snip.planning.constraints import (
     Constraints,
     Task,
@@ -33,10 +34,10 @@ from megatron_snip.planning.constraints import (
     fixed_columns,
 )
 from megatron_snip.planning.option_table import Ints, Mask, OptionTable
-from megatron_snip.planning.problem import PlanningProblem, norms_score, parse_option
+from megatron_snip.planning.problem import SQUARES, PlanningProblem, norms_score, parse_option
 from megatron_snip.planning.search import Solution, lower_bound, solve
 from megatron_snip.planning.settings import PlanSettings
-from megatron_snip.types import Gemm, natural_key
+from megatron_snip.types import GEMM_OPERANDS, Gemm, natural_key
 
 UNIFORM = "uniform-"
 """Prefix of the policies that give every linear one option."""
@@ -68,6 +69,27 @@ class Request:
     hint: Ints | None
     deadline: float
 
+    def statistic(self, row: int, name: str) -> float:
+        """Return what was measured of a linear; infinite where that was not finite.
+
+        Args:
+            row: the linear's row in `constraints.table`.
+            name: such as `input_square`; of a format `fp4.fisher`. Of tied linears it is that of
+                the first.
+
+        Raises:
+            UsageError: if the problem does not have it.
+        """
+        linear = self.constraints.table.problem.linears[row]
+        if name not in linear.statistics:
+            raise UsageError(
+                f"policy '{self.settings.policy}' needs the statistic '{name}' of '{linear.name}', "
+                "and the problem has none; use a problem that a run wrote at a refresh, which "
+                "measured it"
+            )
+        value = linear.statistics[name]
+        return math.inf if value is None else value
+
 
 T = TypeVar("T")
 Decide = Callable[[Request], Solution]
@@ -87,8 +109,8 @@ class Policy:
             be met, and UsageError if the problem lacks what the policy needs.
         needs_statistics: Whether it compares measured numbers. The plan of other policies depends
             on names, FLOPs and settings only.
-        granularity: `any` if it weighs every option that a problem has; `linear` if it orders
-            linears; `gemm` if it orders GEMMs, so that a problem must have options per GEMM.
+        granularity: `linear` if it orders linears; `gemm` if it orders GEMMs, so that a problem
+            must have options per GEMM; `any` if it plans for both.
         heeds_target: Whether it reaches the efficiency target.
     """
 
@@ -347,6 +369,30 @@ def _norms_per_gain(request: Request, task: Task) -> dict[Item, float]:
     return bounds
 
 
+def _error_threshold(request: Request, task: Task) -> list[Item]:
+    """Order GEMMs by the larger relative error of their two operands.
+
+    So the GEMMs below a threshold are lowered, and the threshold is that which the target needs.
+    Where a linear has one format, its three operands must be below it. MoR (arXiv:2512.22804) fixes
+    the threshold, and judges each tensor in each step.
+    """
+    lowest = columns_of_most_gain(task)
+    highest = columns_of_least_gain(task)
+    errors = {}
+    for row in np.flatnonzero(lowest != highest).tolist():  # others cannot be lowered
+        option = parse_option(task.table.options(row)[lowest[row]])
+        for gemm in Gemm:
+            errors[row, gemm] = 0.0
+            if option[gemm] == str(BF16):
+                continue
+            for operand in GEMM_OPERANDS[gemm]:
+                error, own = SQUARES[operand]
+                error_square = request.statistic(row, f"{option[gemm]}.{error}")
+                relative = error_square / (request.statistic(row, own) or 1.0)
+                errors[row, gemm] = max(errors[row, gemm], relative)
+    return sorted(errors, key=errors.__getitem__)
+
+
 def _uniform(option: str, request: Request) -> Solution:
     """Fix every linear that is not pinned, as one more pin."""
     constraints = request.constraints
@@ -394,6 +440,7 @@ POLICIES: dict[str, Policy] = {
         Policy("norms", lowered_in(_by_score("norms", per_gain=True)), needs_statistics=True),
         Policy("norms-gemm", gemms_lowered_in(_norms_gemm), True, "gemm"),
         Policy("norms-kinds", gemms_lowered_in(_norms_kinds), True, "gemm"),
+        Policy("error-threshold", gemms_lowered_in(_error_threshold), True, "any"),
     )
 }
 """Every policy by name, except `uniform-OPTION`, which is made from its option."""

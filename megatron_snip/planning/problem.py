@@ -6,7 +6,8 @@ The file, schema version 2, holds exactly these keys:
      "linears": [{"name": str, "stage": int, "flops": number,
                   "options": {OPTION: {"quality_loss": number | null, "saving": number,
                                        "seconds": number (optional),
-                                       "scores": {NAME: number | null} (optional)}}}],
+                                       "scores": {NAME: number | null} (optional)}},
+                  "statistics": {NAME: number | null} (optional)}],
      "target": number,
      "stage_layers": [[{LAYER: number}, ...], ...] (optional; see `planning/stage_layers.py`),
      "ties": [[NAME, ...], ...] (optional),
@@ -28,7 +29,7 @@ from megatron_snip.errors import UsageError, naming_field
 from megatron_snip.files import Label, read_json, read_record, write_atomic
 from megatron_snip.options import Option
 from megatron_snip.planning.stage_layers import MAX_STAGE, StageLayers
-from megatron_snip.types import Gemm
+from megatron_snip.types import Gemm, Operand
 
 STRICT = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 """How records of files are read."""
@@ -43,6 +44,14 @@ _Pin = Annotated[tuple[Label, Label], Field(strict=False)]
 _Share = Annotated[float, Field(ge=0.0, le=1.0)]
 
 parse_option = lru_cache(maxsize=4096)(Option.parse)
+
+
+SQUARES = {
+    Operand.INPUT: ("input_error_square", "input_square"),
+    Operand.WEIGHT: ("weight_error_square", "weight_square"),
+    Operand.GRAD_OUTPUT: ("grad_error_square", "grad_square"),
+}
+"""The statistics of an operand: the square of its error in a format, and its own square."""
 
 
 def norms_score(gemm: Gemm) -> str:
@@ -82,6 +91,8 @@ class LinearChoices(BaseModel):
         flops: Floating-point operations of the three GEMMs together; only ratios matter.
         options: Costs by name of the option, such as `fp4` or `fp4-fp8-bf16`, in its shortest
             spelling; there is at least one.
+        statistics: What was measured of the linear (`statistics.records.named_statistics`), such as
+            `input_square`; of a format `fp4.fisher`. None for a value that was not finite.
     """
 
     model_config = STRICT
@@ -90,6 +101,7 @@ class LinearChoices(BaseModel):
     stage: Annotated[int, Field(ge=0, le=MAX_STAGE)]
     flops: _NonNegative
     options: Annotated[dict[str, OptionCost], Field(min_length=1)]
+    statistics: dict[Label, float | None] = {}
 
     @field_validator("options")
     @classmethod

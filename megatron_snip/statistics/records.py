@@ -171,6 +171,14 @@ BASE_COLUMNS: tuple[str, ...] = tuple(name for name in COLUMNS if name not in FO
 """The measured fields of `LinearStatistics`, in the order of the reduced table's columns."""
 
 
+def named_statistics(linear: LinearStatistics) -> dict[str, float]:
+    """Return all that was measured of a linear, by the names of the reduced table."""
+    found: dict[str, float] = {name: getattr(linear, name) for name in BASE_COLUMNS}
+    for name, errors in linear.formats.items():
+        found |= {f"{name}.{column}": getattr(errors, column) for column in FORMAT_COLUMNS}
+    return found
+
+
 def column_of(name: str) -> Column:
     """Return the column of a name in the reduced table; `fp4.fisher` is a `fisher`."""
     return COLUMNS[name.rpartition(".")[2]]

@@ -119,7 +119,10 @@ def test_reported_conflicts_are_minimal_and_the_best_target_is_the_largest() -> 
     assert checked > 20
 
 
-LINEARS = ("random", "min-abs-err", "min-rel-err", "norms", "layer-type", "layer-id", "last-blocks")
+LINEARS = (
+    *("random", "min-abs-err", "min-rel-err", "norms", "layer-type", "layer-id", "last-blocks"),
+    "error-threshold",
+)
 """They lower one linear after the other."""
 GEMMS = ("random-gemm", "grads-first", "norms-gemm", "norms-kinds")
 NORMS = ("norms_fprop", "norms_dgrad", "norms_wgrad")
@@ -143,8 +146,20 @@ def problem_in_layers(
                 quality_loss=share * loss, saving=share, scores=scores
             )
         name = name_of(layer, kind)
-        linears.append(LinearChoices(name=name, stage=layer // 3, flops=flops, options=options))
+        statistics = statistics_of(score, score, score)
+        values = {"stage": layer // 3, "flops": flops, "options": options}
+        linears.append(LinearChoices(name=name, statistics=statistics, **values))
     return PlanningProblem(linears=tuple(linears), target=target)
+
+
+def statistics_of(x: float | None, w: float | None, g: float | None) -> dict[str, float | None]:
+    """What fp4's relative errors of X, W and G come from."""
+    found: dict[str, float | None] = dict.fromkeys(["input_square", "weight_square"], 4.0)
+    found["grad_square"] = 0.25
+    for name, error in (("input", x), ("weight", w), ("grad", g)):
+        square = found[f"{name}_square"] or 0.0
+        found[f"fp4.{name}_error_square"] = None if error is None else error**2 * square
+    return found
 
 
 def plan_under(policy: str, problem: PlanningProblem, **settings: object) -> PrecisionPlan:
@@ -252,6 +267,38 @@ def test_local_errors_are_lowered_smallest_first_and_unknown_ones_last(
     assert lowered(policy, problem, 0.75) == [name_of(0), name_of(1), name_of(2)]
     with pytest.raises(UsageError, match=f"needs the score '{score}'"):
         plan_under(policy, problem_of([[0.0, 1.0]] * 2))
+
+
+THRESHOLDS = [(0.2, 0.1, 0.4), (0.1, 0.3, 0.1), (0.1, 0.1, 0.2), (0.1, None, 0.1)]
+"""Relative errors of X, W and G at four linears."""
+
+
+def problem_with_errors(granularity: Granularity) -> PlanningProblem:
+    linears = []
+    for row, found in zip(problem_in_layers(1).linears, THRESHOLDS, strict=True):
+        shares = {str(o): o.share_in("fp4") for o in enumerate_options(("fp8", "fp4"), granularity)}
+        options = {name: OptionCost(quality_loss=0.0, saving=s) for name, s in shares.items()}
+        update = {"options": options, "statistics": statistics_of(*found)}
+        linears.append(row.model_copy(update=update))
+    return PlanningProblem(linears=tuple(linears), target=0.5)
+
+
+def test_operands_below_the_threshold_that_the_target_needs_are_low() -> None:
+    problem = problem_with_errors("linear")
+    names = problem.names
+    assert lowered("error-threshold", problem, 0.25) == [names[2]]  # 0.2; the largest decides
+    assert lowered("error-threshold", problem, 0.5) == [names[1], names[2]]  # 0.3
+    assert lowered("error-threshold", problem, 0.75) == [*names[:3]]  # 0.4, unknown ones last
+    # By GEMM: fprop has X and W, dgrad G and W, wgrad G and X.
+    made = plan_under("error-threshold", problem_with_errors("gemm"), target=6 / 12)
+    assert [str(option) for option in made.linears.values()] == [
+        "fp4-fp8-fp8",  # 0.2, 0.4, 0.4
+        "fp8-fp8-fp4",  # 0.3, 0.3, 0.1
+        "fp4",  # 0.1, 0.2, 0.2
+        "fp8-fp8-fp4",  # unknown, unknown, 0.1
+    ]
+    with pytest.raises(UsageError, match=r"needs the statistic 'fp4\.input_error_square' of"):
+        plan_under("error-threshold", problem_of([[0.0, 1.0]] * 2))
 
 
 @pytest.mark.parametrize(
