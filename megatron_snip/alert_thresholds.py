@@ -19,6 +19,7 @@ HealthMeasure = Literal[
     "amax",
     "gradient_norm",
     "update_ratio",
+    "gradient_noise",
 ]
 """Measures of health; docs/glossary.md defines them."""
 

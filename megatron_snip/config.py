@@ -171,6 +171,11 @@ class PlanFields(Section):
     """Iteration, or fraction of the run (below 1), from which the target falls in steps; it
     reaches 0 shortly before the end."""
 
+    heal_below_noise: Annotated[float, Field(gt=0.0, le=1e6)] | None = None
+    """Heal from the first refresh in which the gradient noise of the plan is above this. 1 is where
+    the gradient of all linears' weights falls below sqrt(3) times the error of their wgrad; see
+    docs/how-it-works.md. With --snip-heal-from as well, what comes first counts."""
+
     heal_order: Literal["plan", "forward", "backward"] = "plan"
     """What healing raises first: `plan` (what the quality losses say), `forward` (fprop) or
     `backward` (dgrad and wgrad). The last two need `granularity: gemm` and `cost: flops`,
@@ -236,7 +241,8 @@ class ReportFields(Section):
     alert: tuple[str, ...] = ()
     """MEASURE>X or MEASURE<X, comma separated, for example 'underflow>0.3': a linear whose
     measure of health is beyond X is logged, once, and raises an alert in W&B. Measures: sqnr_db,
-    underflow, saturated, scale_spread, gemm_sqnr_db, amax, gradient_norm, update_ratio."""
+    underflow, saturated, scale_spread, gemm_sqnr_db, amax, gradient_norm, update_ratio,
+    gradient_noise."""
 
     output_dir: Path | None = None
     """Directory for plans, problems, divergences and metrics. Default: snip/ below --save,
@@ -392,7 +398,8 @@ class SnipConfig(ScheduleFields, MeasureFields, PlanFields, GuardFields, ReportF
     @property
     def target_changes(self) -> bool:
         """Whether the target changes during the run."""
-        return bool(self.target_schedule) or self.heal_from is not None
+        heals = self.heal_from is not None or self.heal_below_noise is not None
+        return heals or bool(self.target_schedule)
 
     @property
     @naming_field("target_schedule")
@@ -414,15 +421,17 @@ class SnipConfig(ScheduleFields, MeasureFields, PlanFields, GuardFields, ReportF
 
         Raises:
             UsageError: if healing begins in the last iteration or later, or before a point of the
-                target schedule, or if it has no `train_iters`.
+                target schedule, or if there may be healing and no `train_iters`.
         """
         points = self.points
         if not self.is_scheduled_from_the_start:
             points = (Point(0, self.efficiency_target), *points)
-        if self.heal_from is None:
-            return TargetSchedule(points)
-        if train_iters is None:
-            raise UsageError("the number of iterations is not known", field="heal_from")
+        schedule = TargetSchedule(points)
+        for name in ("heal_from", "heal_below_noise"):
+            if getattr(self, name) is not None and train_iters is None:
+                raise UsageError("the number of iterations is not known", field=name)
+        if self.heal_from is None or train_iters is None:
+            return schedule
         if self.heal_from < 1:  # a fraction; 0.55 * 100 is 55.00000000000001
             begin = math.ceil(round(self.heal_from * train_iters, 6))
         else:
@@ -431,13 +440,20 @@ class SnipConfig(ScheduleFields, MeasureFields, PlanFields, GuardFields, ReportF
         if not end < begin < train_iters:
             limits = f"{end} (end of target_schedule) and {train_iters} (of the run)"
             raise UsageError(f"got iteration {begin}, must be between {limits}", field="heal_from")
+        return self.healing(schedule, begin, train_iters)
+
+    def healing(self, schedule: TargetSchedule, begin: int, train_iters: int) -> TargetSchedule:
+        """Return a schedule whose target falls to 0 from an iteration on.
+
+        Args:
+            schedule: the schedule before.
+            begin: the iteration.
+            train_iters: the last iteration of the run.
+        """
         # The target reaches 0 early enough that some iterations run under its plan. At worst a
         # refresh is due just then: its plan takes a lag, and only then can the last plan be asked
         # for, which takes another lag.
-        last = max(begin + 1, train_iters - 2 * self.lag - 1)
-        start_of_ramp = Point(begin, points[-1].target)
-        end_of_ramp = Point(last, 0.0, ramp=True)
-        return TargetSchedule((*points, start_of_ramp, end_of_ramp), begin)
+        return schedule.healing(begin, max(begin + 1, train_iters - 2 * self.lag - 1))
 
     @property
     @naming_field("alert")

@@ -11,8 +11,8 @@ ends so early that its last plan still trains.
 import math
 from bisect import bisect_right
 from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import NamedTuple
+from dataclasses import dataclass, replace
+from typing import NamedTuple, Self
 
 from megatron_snip.errors import UsageError
 
@@ -60,6 +60,17 @@ class TargetSchedule:
         # The nearest step; in integers, so that halves are rounded up and steps are equally long.
         steps_done = (2 * num_steps * elapsed + length) // (2 * length)
         return round(before.target + rise * steps_done / num_steps, 9)
+
+    def healing(self, begin: int, end: int) -> Self:
+        """Return the schedule with a ramp to 0; it takes the place of all points from `begin` on.
+
+        Args:
+            begin: the first iteration of the ramp, whose target stays.
+            end: the iteration from which on the target is 0.
+        """
+        before = tuple(point for point in self.points if point.iteration < begin)
+        start = Point(begin, self.at(begin))
+        return replace(self, points=(*before, start, Point(end, 0.0, ramp=True)), heal_from=begin)
 
 
 def parse_points(texts: Iterable[str]) -> tuple[Point, ...]:

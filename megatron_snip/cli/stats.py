@@ -15,6 +15,7 @@ from typing import Any
 from megatron_snip.cli.common import integer, new_table
 from megatron_snip.errors import UsageError
 from megatron_snip.files import read_json
+from megatron_snip.options import Option
 from megatron_snip.output import console, csv_text
 from megatron_snip.reporting.metrics_file import read_metrics
 from megatron_snip.reporting.run_record import (
@@ -27,7 +28,7 @@ from megatron_snip.reporting.run_record import (
 from megatron_snip.reporting.text import column, number
 from megatron_snip.statistics.health_table import MEANINGS, Finding, HealthTable
 
-COLUMNS = ("loss", "weight", "local", "error")
+COLUMNS = ("loss", "weight", "local", "error", "noise")
 
 EXAMPLES = (
     "megatron-snip stats runs/demo",
@@ -45,8 +46,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--iteration", metavar="N", type=integer, help="iteration of the refresh [the last]")
     text = (
         "order of the rows: the model's, or largest first by the loss divergence, the weight "
-        "divergence, the relative change of the linear's own update (local) or the relative "
-        "quantization error of the operands (error) [model]"
+        "divergence, the relative change of the linear's own update (local), the relative "
+        "quantization error of the operands (error) or the gradient noise (noise) [model]"
     )
     add("--sort", choices=("model", *COLUMNS), default="model", help=text)
     add("--health", action="store_true", help="the worst linears by each measure of health")
@@ -75,7 +76,7 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(value, indent=1))
     elif isinstance(record, Divergences):
-        _print_divergences(record, args.sort)
+        _print_divergences(record, args.sort, _gradient_noise(args.run, record.iteration))
     elif args.csv:
         sys.stdout.write(csv_text([Finding._fields, *record.worst(None)]))
     else:
@@ -83,7 +84,26 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _print_divergences(record: Divergences, sort: str) -> None:
+def _gradient_noise(run: Path, iteration: int) -> dict[tuple[str, str], float | None]:
+    """Return the gradient noise by (linear, format); empty if the run has no such file of health.
+
+    Raises:
+        UsageError: if the file is bad.
+    """
+    path = run / "health" / f"{iteration}.json"
+    if not path.exists():
+        return {}
+    health = HealthTable.from_dict(read_json(path, "health file"), f"health file '{path}'")
+    return {
+        (linear.name, name): value
+        for linear in health.linears
+        for name, value in linear.gradient_noise.items()
+    }
+
+
+def _print_divergences(
+    record: Divergences, sort: str, noise: dict[tuple[str, str], float | None]
+) -> None:
     rows: list[tuple[str, str, dict[str, Any]]] = []
     for linear in record.linears:
         for option, measured in linear.options.items():
@@ -93,6 +113,7 @@ def _print_divergences(record: Divergences, sort: str) -> None:
                 "weight": measured.get("weight_divergence"),
                 "local": None if square is None or square < 0 else math.sqrt(square),
                 "error": measured.get("rel_error"),
+                "noise": noise.get((linear.name, Option.parse(option).wgrad)),
             }
             if option != "bf16":
                 rows.append((linear.name, option, values))
@@ -107,8 +128,8 @@ def _print_divergences(record: Divergences, sort: str) -> None:
     out.print(table)
     out.print(
         "loss, weight: loss and weight divergence, scores that order the linears. local: relative "
-        "change of the linear's next update. error: sum of the relative quantization errors of the "
-        "two operands of its three GEMMs."
+        "change of the linear's next update. error: sum of the relative quantization errors of "
+        "both operands of its three GEMMs. noise: sqrt(3) times error of wgrad over gradient."
     )
 
 

@@ -29,12 +29,14 @@ class Measurement:
         problem: The planning problem.
         seconds: Wall time that measuring added.
         health: What quantization does to the tensors of the measured iterations.
+        gradient_noise: That of the plan that ran (`HealthTable.gradient_noise`); None if unknown.
     """
 
     divergences: DivergenceTable
     problem: PlanningProblem
     seconds: float
     health: HealthTable
+    gradient_noise: float | None = None
 
 
 @dataclass(frozen=True)
@@ -75,7 +77,8 @@ class PlanApplied:
 
 NoticeKind = Literal["refresh_failed", "guard", "reverted", "health"]
 """refresh_failed: the plan stays. guard: the guard saw a spike of the loss, or NaN. reverted: the
-guard reverted a plan. health: linears are beyond a threshold of `--snip-alert`."""
+guard reverted a plan. health: linears are beyond a threshold of `--snip-alert`, or the gradient is
+below the noise of the plan."""
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,8 @@ the lowest precision and at what cost, which linears suffer:
     snip/eval/loss_divergence        the plan's loss divergence by the measurements so far; a score
     snip/eval/<name>_loss_...        the same of final_validation and test, after training
     snip/health/<measure>/<operand>/<worst or median>    over linears, in the lowest precision
+    snip/health/gradient_noise/...   worst and median over linears in the lowest precision; of the
+                                     plan that runs
     snip/divergence/..., snip/refresh/..., snip/training/...   details
 
 Unknown values (None, NaN, infinite) are left out.
@@ -98,6 +100,7 @@ class ScalarSeries:
             "snip/divergence/weight_total": _finite_sum(each.weight_divergence for each in lowest),
             "snip/4_refresh_overhead_percent": overhead,
             "snip/refresh/measure_s": measured.seconds,
+            "snip/health/gradient_noise/plan": measured.gradient_noise,
         }
         for name, value in measured.health.summary().items():
             found[f"snip/health/{name}"] = value

@@ -36,7 +36,7 @@ from megatron_snip.reporting.events import (
 )
 from megatron_snip.reporting.run_record import parse_divergences
 from megatron_snip.reporting.scalars import ScalarSeries
-from megatron_snip.statistics.health_table import Finding
+from megatron_snip.statistics.health_table import Finding, series_name
 
 logger = logging.getLogger(__name__)
 
@@ -219,7 +219,8 @@ class WandbWriter(_Dashboard):
             links = {name.removesuffix("/worst"): _panel(run, name) for name in row}
             table = self._board.Table(columns=[*Finding._fields, "series"])
             for each in payload.health.worst():
-                table.add_data(*each, links.get(f"snip/health/{each.measure}/{each.tensor}", ""))
+                series = series_name(each.measure, each.tensor)
+                table.add_data(*each, links.get(f"snip/health/{series}", ""))
             row["snip/health/worst"] = table
         return row
 

@@ -49,6 +49,7 @@ from megatron_snip.reporting.events import (
 from megatron_snip.run.alerts import new_alerts
 from megatron_snip.run.evaluation import Evaluations
 from megatron_snip.run.guard import Guard, Outcome
+from megatron_snip.run.healing import begins_below_noise
 from megatron_snip.run.metrics import StepMetrics
 from megatron_snip.run.observation import MIN_OPTIMIZER_STEPS, Observations, Refresh
 from megatron_snip.run.plans import FirstPlan, PlanSource, RunPlans
@@ -363,7 +364,7 @@ class SnipController:
                 # Training waits for the plan: it is due before the next iteration.
                 mean = self._state.observations
                 if mean is not None and self._observations.suffice(mean):
-                    target = self._plans.targets.at(done + 1)
+                    target = self._plans.targets_of(self._state).at(done + 1)
                     problem = self._problem(mean, target, "planning for the new settings")
                     self._state = self._solving(self._state, done, problem, apply_at=done + 1)
             elif first.source is PlanSource.CHECKPOINT and stopped.solve is not None:
@@ -503,16 +504,18 @@ class SnipController:
         try:
             mean = self._observations.mean_with(state.observations, refresh)
             state = replace(state, observations=mean)
-            target = self._plans.targets.at(iteration + self.config.lag)
+            target = self._plans.targets_of(state).at(iteration + self.config.lag)
             make = partial(self._observations.measurement, mean, target, refresh)
             measured = self._control.attempt("making a planning problem", make)
         except SnipError as failure:
             self._keep_plan(state, iteration, failure)
             return state
-        self._reporter.log(
-            f"iteration {iteration}: measured {len(self.model.all_linears)} linears in "
-            f"{measured.seconds:.2f} s"
-        )
+        noise = measured.health.gradient_noise(state.plan.linears)
+        measured = replace(measured, gradient_noise=noise)
+        text = f"measured {len(self.model.all_linears)} linears in {measured.seconds:.2f} s"
+        if self.config.heal_below_noise is not None and noise is not None:
+            text += f", gradient noise {noise:.3g}"
+        self._reporter.log(f"iteration {iteration}: {text}")
         self._reporter.write(Event(iteration, measured))
         alert, alerts = new_alerts(self.config.alerts, measured.health, state.alerts)
         if alert is not None:
@@ -520,6 +523,14 @@ class SnipController:
         state = replace(state, alerts=alerts)
         if not self._schedule.changes_plans:
             return state
+        targets = self._plans.targets_of(state)
+        if begins_below_noise(self.config, targets, iteration, noise):
+            text = (
+                f"gradient noise {noise:.3g} under {state.plan.label} is above "
+                f"{self.config.heal_below_noise:g}: healing begins"
+            )
+            self._reporter.notify(iteration, "health", text)
+            state = replace(state, heal_from=iteration)
         return self._solving(state, iteration, measured.problem)
 
     # ---- the steps of these ---------------------------------------------------------------------

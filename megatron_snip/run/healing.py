@@ -1,4 +1,7 @@
-"""Healing: towards the end of a run the target falls to 0, and GEMMs return to high precision.
+"""Healing: the target falls to 0 by the end of a run, and GEMMs return to high precision.
+
+It begins at `--snip-heal-from`, or in the first refresh that finds the weights' gradient below the
+noise of the plan (`--snip-heal-below-noise`).
 
 With `--snip-heal-order` `forward` (`backward`) the fprops come first (last). Then options are left
 out of the planning problem, so that whatever the policy chooses keeps the order.
@@ -13,6 +16,22 @@ from megatron_snip.planning.plan import PrecisionPlan
 from megatron_snip.planning.problem import LinearChoices, OptionCost, PlanningProblem, parse_option
 from megatron_snip.target_schedule import TargetSchedule
 from megatron_snip.types import Gemm
+
+
+def begins_below_noise(
+    config: SnipConfig, targets: TargetSchedule, iteration: int, noise: float | None
+) -> bool:
+    """Return whether healing begins because the gradient is below the noise of the plan.
+
+    Args:
+        config: settings; `heal_below_noise` is used.
+        targets: the target of every iteration; not if they heal already.
+        iteration: the iteration of a refresh.
+        noise: the gradient noise of the plan in that iteration; None if it is not known.
+    """
+    limit = config.heal_below_noise
+    is_healing = targets.heal_from is not None and iteration >= targets.heal_from
+    return not is_healing and limit is not None and noise is not None and noise > limit
 
 
 def heals_in_order(config: SnipConfig, targets: TargetSchedule, iteration: int) -> bool:

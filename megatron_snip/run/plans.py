@@ -19,7 +19,7 @@ from enum import Enum, auto
 from pathlib import Path
 
 from megatron_snip.config import SnipConfig
-from megatron_snip.errors import naming_field
+from megatron_snip.errors import UsageError, naming_field
 from megatron_snip.formats import get_format
 from megatron_snip.linears.availability import AvailableOptions, available_options
 from megatron_snip.linears.model import PlannedModel
@@ -41,6 +41,7 @@ from megatron_snip.run.fitting import Fitting, describe
 from megatron_snip.run.plan_file import check_plan_file, recipe_changes
 from megatron_snip.run.solve import plan_from_rank_0
 from megatron_snip.run.state import RunState, changed_plan_settings, reported_settings
+from megatron_snip.target_schedule import TargetSchedule
 
 
 class PlanSource(Enum):
@@ -94,7 +95,8 @@ class RunPlans:
         stage_and_flops: (stage, FLOPs per token) by linear.
         fitting: makes plans and problems of another run fit.
         file_digest: digest of the plan in the plan file; None without one.
-        targets: the efficiency target of every iteration.
+        targets: the efficiency target of every iteration, by the settings; `targets_of` has those
+            of a run that heals because of its noise.
     """
 
     def __init__(
@@ -131,7 +133,20 @@ class RunPlans:
         self.stage_and_flops = {i.name: (i.stage, i.flops_per_token) for i in model.all_linears}
         self.fitting = Fitting(self.config, model, self.available, self.stage_and_flops)
         self.targets = self.config.targets(train_iters)
+        if config.heal_below_noise is not None and not get_policy(config.policy).needs_statistics:
+            raise UsageError(
+                f"the policy '{config.policy}' measures no noise; use --snip-heal-from",
+                field="heal_below_noise",
+            )
+        self._train_iters = train_iters
         self._model = model
+
+    def targets_of(self, state: RunState | None) -> TargetSchedule:
+        """Return the target of every iteration, also where the state of the run began to heal."""
+        if state is None or state.heal_from is None or self.config.heal_below_noise is None:
+            return self.targets
+        assert self._train_iters is not None  # `SnipConfig.targets` has checked it
+        return self.config.healing(self.targets, state.heal_from, self._train_iters)
 
     # ---- the first plan -------------------------------------------------------------------------
 

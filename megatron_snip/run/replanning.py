@@ -36,7 +36,7 @@ def target_to_plan_for(
         suffices: whether the measurements so far are enough for a plan. After a resume with other
             formats they may lack these: then the next refresh plans.
     """
-    target = plans.targets.at(iteration + schedule.lag)
+    target = plans.targets_of(state).at(iteration + schedule.lag)
     if state.target is None or state.target == target or state.solve is not None:
         return None
     failed = state.failed
@@ -69,7 +69,7 @@ def with_problem(
     if apply_at is None:
         apply_at = iteration + config.lag
     target = problem.target
-    if heals_in_order(config, plans.targets, apply_at):
+    if heals_in_order(config, plans.targets_of(state), apply_at):
         problem = healing_problem(problem, state.plan, config, plans.available.fixed)
     return replace(state, target=target, solve=PendingProblem(iteration, apply_at, problem))
 

@@ -12,13 +12,14 @@ checkpoints, which are read with `weights_only=True`. Schema version 3:
      "target": null | number, "failed": null | {"target": number, "again_at": int},
      "schedule": {"refreshed": int | null, "due_since": int | null},
      "solve": null | {"iteration": int, "apply_at": int, "problem": {a problem file's object}},
+     "heal_from": null | int,
      "guard": null | {a GuardState's},
      "observations": null | {a StatisticsTable's},
      "alerts": [[alert, linear], ...]}
 
 `run_id` is the text in the marker of the run's directory (directory.py). Checkpoints of release
-0.2.0 have no `run_id` and no `failed`, and have `delayed_scaling` as well, histories of linears
-that simulated delayed scaling; these are not read.
+0.2.0 have no `run_id`, `failed` and `heal_from`. They have `delayed_scaling` as well, histories of
+linears that simulated delayed scaling; these are not read.
 
 If the solver was working on a plan, its problem is stored: the resumed run solves it again, and
 with the same lag applies the plan at the same iteration.
@@ -80,6 +81,8 @@ class RunState:
         failed: the target for which the solver failed last, or None.
         schedule: which refreshes were measured, and whether one is due.
         solve: what the solver works on, or None.
+        heal_from: the refresh that found the gradient below the noise (`--snip-heal-below-noise`),
+            from which the run heals; None if none did.
         guard: the losses and the refused plans; None without a guard.
         observations: the running mean of the measurements, or None.
         alerts: (alert of --snip-alert, linear) that were reported.
@@ -94,6 +97,7 @@ class RunState:
     failed: FailedTarget | None = None
     schedule: ScheduleState = field(default_factory=ScheduleState)
     solve: PendingProblem | None = None
+    heal_from: int | None = None
     guard: GuardState | None = None
     observations: Annotated[StatisticsTable, OwnSchema()] | None = None
     alerts: Alerted = ()
@@ -105,9 +109,11 @@ class RunState:
         So is what the guard knew (losses, fallback and refused plans), and the history of plans
         that followed that iteration.
         """
+        begins_later = self.heal_from is not None and self.heal_from > iteration
         return replace(
             self,
             iteration=iteration,
+            heal_from=None if begins_later else self.heal_from,
             history=tuple(entry for entry in self.history if entry[0] <= iteration),
             # A target that only the dropped problem had is planned for again.
             target=self.target if self.solve is None else self.plan.target,
@@ -167,6 +173,7 @@ class RunState:
             "history": max((iteration for iteration, _ in self.history), default=0),
             "schedule.refreshed": self.schedule.refreshed or 0,
             "schedule.due_since": self.schedule.due_since or 0,
+            "heal_from": self.heal_from or 0,
             "solve.iteration": 0 if self.solve is None else self.solve.iteration,
         }
         if not 0 <= self.iteration <= _MAX_ITERATION:
@@ -196,6 +203,7 @@ PLAN_SETTINGS = (
     "efficiency_target",
     "target_schedule",
     "heal_from",
+    "heal_below_noise",
     "policy",
     "pins",
     "pipeline_balance",

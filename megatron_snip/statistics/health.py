@@ -229,17 +229,31 @@ def _linear_health(
             Gemm.WGRAD: _db(s.wgrad_square, errors.wgrad_error_square),
         }
     grad, step, num_gradients = sums.norms.tolist()
+    gradient_norm = math.sqrt(grad) if num_gradients and math.isfinite(grad) else None
+    gradient_noise = {
+        name: _gradient_noise(errors.wgrad_error_square, gradient_norm)
+        for name, errors in s.formats.items()
+    }
     weight = s.weight_square * max(1, len(experts))  # it is the mean over experts
     return LinearHealth(
         name=s.name,
         stage=s.stage,
-        gradient_norm=math.sqrt(grad) if num_gradients and math.isfinite(grad) else None,
+        gradient_norm=gradient_norm,
         update_ratio=math.sqrt(step / weight) if step > 0 and 0 < weight < math.inf else None,
         amax=largest,
         operands=operands,
         gemm_sqnr_db=gemms,
         histograms=histograms,
+        gradient_noise=gradient_noise,
     )
+
+
+def _gradient_noise(error_square: float, gradient_norm: float | None) -> float | None:
+    """Return sqrt(3) |eW| / |dL/dW|; None if it is infinite, NaN, or there is no gradient."""
+    if not gradient_norm or not 0 <= error_square < math.inf:
+        return None
+    # Errors of different microbatches are nearly independent, so their squares add up.
+    return math.sqrt(3 * error_square) / gradient_norm
 
 
 def _operand_health(

@@ -1,6 +1,7 @@
 """What is known of the observed linears' health: values, their order, and a file's schema."""
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from statistics import median
 from typing import Any, NamedTuple, Self
@@ -10,6 +11,7 @@ from pydantic_core import to_jsonable_python
 from megatron_snip.alert_thresholds import HealthMeasure
 from megatron_snip.files import Label, read_record
 from megatron_snip.formats import lowest_precision
+from megatron_snip.options import Option
 from megatron_snip.types import Gemm, Operand
 
 SCHEMA_VERSION = 1
@@ -52,6 +54,8 @@ class LinearHealth:
             10 log10(|Y|^2 / |eY|^2).
         histograms: Magnitudes of each operand: k, and the shares of its elements with
             floor(log2(|x|)) = k, k + 1, ...
+        gradient_noise: sqrt(3) |eW| / |dL/dW| by format: above 1 the weight's gradient of the batch
+            is below the noise that wgrad in this format adds to it (docs/how-it-works.md).
     """
 
     name: Label
@@ -62,6 +66,7 @@ class LinearHealth:
     operands: dict[str, dict[Operand, OperandHealth]]
     gemm_sqnr_db: dict[str, dict[Gemm, float | None]]
     histograms: dict[Operand, tuple[float, list[float]]] = field(default_factory=dict)
+    gradient_noise: dict[str, float | None] = field(default_factory=dict)
 
 
 class Finding(NamedTuple):
@@ -114,17 +119,37 @@ class HealthTable:
         return lowest_precision(names).name if names else None
 
     def summary(self) -> dict[str, float]:
-        """Return {`underflow/input/worst`: value, ...}, twelve numbers of the lowest format."""
+        """Return {`underflow/input/worst`: value, ...}, 14 numbers of the lowest format."""
         found = {}
-        measures: tuple[HealthMeasure, ...] = ("sqnr_db", "underflow")
+        measures: tuple[HealthMeasure, ...] = ("sqnr_db", "underflow", "gradient_noise")
         for measure in measures:
             findings = self.findings(measure, self.lowest)
-            for operand in Operand:
-                values = [each.value for each in findings if each.tensor == operand]
+            for tensor in dict.fromkeys(("", *Operand)):
+                values = [each.value for each in findings if each.tensor == tensor]
                 if values:
-                    found[f"{measure}/{operand}/worst"] = values[0]
-                    found[f"{measure}/{operand}/median"] = median(values)
+                    name = series_name(measure, tensor)
+                    found[f"{name}/worst"] = values[0]
+                    found[f"{name}/median"] = median(values)
         return found
+
+    def gradient_noise(self, linears: Mapping[str, Option]) -> float | None:
+        """Return sqrt(3 sum |eW|^2 / sum |dL/dW|^2) over the linears, in the formats of a plan.
+
+        Args:
+            linears: the option of each linear, by name. In bf16 eW is 0.
+
+        Returns:
+            None if no linear has a gradient.
+        """
+        noise = 0.0
+        gradient = 0.0
+        for linear in self.linears:
+            norm = linear.gradient_norm
+            if norm is None or linear.name not in linears:
+                continue
+            gradient += norm**2
+            noise += (norm * (linear.gradient_noise.get(linears[linear.name].wgrad) or 0.0)) ** 2
+        return math.sqrt(noise / gradient) if gradient > 0 else None
 
     def worst(self, most: int | None = NUM_WORST) -> list[Finding]:
         """Return `most` findings of each measure; None returns all.
@@ -180,6 +205,8 @@ def _values(linear: LinearHealth) -> Iterator[tuple[HealthMeasure, str, str, str
             yield "gemm_sqnr_db", linear.name, str(gemm), name, sqnr_db
     for operand, amax in linear.amax.items():
         yield "amax", linear.name, str(operand), "", amax
+    for name, noise in linear.gradient_noise.items():
+        yield "gradient_noise", linear.name, "", name, noise
     yield "gradient_norm", linear.name, "", "", linear.gradient_norm
     yield "update_ratio", linear.name, "", "", linear.update_ratio
 
@@ -196,5 +223,11 @@ MEANINGS: dict[HealthMeasure, str] = {
     "amax": "largest magnitude",
     "gradient_norm": "norm of the weight's gradient, before clipping",
     "update_ratio": "norm of the optimizer's step over that of the weight",
+    "gradient_noise": "sqrt(3) times the error of wgrad over the weight's gradient; 1 is too much",
 }
 """Each measure in a few words; docs/glossary.md defines it."""
+
+
+def series_name(measure: str, tensor: str) -> str:
+    """Return `underflow/input`, the part of a series' name below `snip/health/`."""
+    return f"{measure}/{tensor}" if tensor else measure

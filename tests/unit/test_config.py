@@ -26,6 +26,7 @@ OTHER: dict[str, Any] = {
     "pipeline_balance": "stage",
     "target_schedule": ["0:0", "200:0.75", "9500:~0.5"],
     "heal_from": 0.96,
+    "heal_below_noise": 0.5,
     "pins": ["decoder.layers.0.*=fp8", "*.linear_fc2=fp8-fp4-fp4"],
     "plugins": ["json"],
 }

@@ -46,6 +46,20 @@ def test_iteration_and_order_can_be_chosen(run: Path, printed: Any) -> None:
     assert json.loads(printed("stats", run, "--iteration", 11, "--json")) == file
 
 
+def test_the_noise_is_that_of_the_same_refresh_where_health_is_there(
+    run: Path, printed: Any, refused: Any
+) -> None:
+    rows = [line.split() for line in printed("stats", run, "--sort", "noise").splitlines()]
+    found = [float(row[-1]) for row in rows if row and row[0].startswith("decoder")]
+    health = json.loads((run / "health/19.json").read_text())["linears"]
+    noises = [value for linear in health for value in linear["gradient_noise"].values()]
+    assert found == pytest.approx(sorted(noises, reverse=True), rel=0.01)
+    (run / "health/19.json").write_text('{"version": 9}')
+    assert "version 9; this megatron-snip reads version 1" in refused("stats", run)
+    (run / "health/19.json").unlink()
+    assert "decoder.layers.0.mlp.linear_fc2" in printed("stats", run)
+
+
 def test_health_has_the_worst_first_in_100_columns(run: Path, printed: Any, refused: Any) -> None:
     text = printed("stats", run, "--health")
     assert max(map(len, text.splitlines())) <= 100 and "iteration 19" in text

@@ -96,7 +96,8 @@ def health_of(shape: Shape, iteration: int) -> HealthTable:
         formats = shape.config.named_formats
         found = dict.fromkeys(formats, operands), dict.fromkeys(formats, gemms)
         histograms = dict.fromkeys(Operand, (-3.0, [0.2, 0.5, 0.3]))
-        linears.append(LinearHealth(name, 0, 1.0, 1e-3, amax, *found, histograms))
+        noise: dict[str, float | None] = dict.fromkeys(formats, 0.01 * (k + 1))
+        linears.append(LinearHealth(name, 0, 1.0, 1e-3, amax, *found, histograms, noise))
     return HealthTable(iteration, tuple(linears))
 
 

@@ -44,6 +44,7 @@ STATE = RunState(
     history=((4, PLAN.digest),),
     target=0.5,
     schedule=ScheduleState(6),
+    heal_from=6,
     solve=PENDING,
     guard=GUARD,
     observations=StatisticsTable(6, 1.5, ()),
@@ -58,6 +59,7 @@ def run_plans(
     job: dict[str, Option] | None = None,
     ties: tuple[tuple[str, ...], ...] = (),
     rules: dict[str, Source] | None = None,
+    train_iters: int | None = None,
     **config: Any,
 ) -> RunPlans:
     """The plans of a run of one rank, whose linears refuse options as given."""
@@ -80,7 +82,7 @@ def run_plans(
         refusals_of=lambda options: {option: refused.get(option, {}) for option in options},
         recipes=lambda names: {},
     )
-    return RunPlans(SnipConfig(**{"formats": "fp8,fp4", **config}), model, None, None)
+    return RunPlans(SnipConfig(**{"formats": "fp8,fp4", **config}), model, train_iters, None)
 
 
 def state_of(resumed: PrecisionPlan, file_digest: str | None = None, **former: Any) -> RunState:

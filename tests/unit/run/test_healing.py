@@ -1,18 +1,24 @@
-"""The order in which healing raises GEMMs, kept by leaving options out of the problem."""
+"""When healing begins, and the order in which it raises GEMMs."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from megatron_snip.config import SnipConfig
+from megatron_snip.errors import UsageError
 from megatron_snip.options import Option
 from megatron_snip.planning.planner import make_plan
 from megatron_snip.planning.problem import LinearChoices, OptionCost, PlanningProblem
 from megatron_snip.planning.settings import PlanSettings
-from megatron_snip.run.healing import healing_problem, heals_in_order
+from megatron_snip.run.healing import begins_below_noise, healing_problem, heals_in_order
+from megatron_snip.run.replanning import target_to_plan_for
+from megatron_snip.run.schedule import Schedule
+from megatron_snip.run.state import RunState
 from megatron_snip.target_schedule import Point, TargetSchedule
 from tests.unit.planning.build import name_of, plan_of
+from tests.unit.run.build import run_plans
 
 OPTIONS = [Option.parse(text) for text in ("bf16", "fp4-bf16-bf16", "bf16-fp4-fp4", "fp4")]
 COSTS = {str(o): OptionCost(quality_loss=0.0, saving=o.share_in("fp4")) for o in OPTIONS}
@@ -92,3 +98,43 @@ def test_the_order_holds_from_the_iteration_on_in_which_healing_begins() -> None
     assert [heals_in_order(config("forward"), healing, i) for i in (4, 5, 6)] == [False, True, True]
     assert not heals_in_order(config("plan"), healing, 6)
     assert not heals_in_order(config("forward"), TargetSchedule((Point(0, 0.8),)), 6)
+
+
+def test_healing_begins_once_where_the_noise_of_the_plan_is_above_the_limit() -> None:
+    settings = SnipConfig(heal_below_noise=0.5)
+    steady = TargetSchedule((Point(0, 0.8),))
+
+    def begins(noise: float | None, targets: TargetSchedule = steady, at: int = 40) -> bool:
+        return begins_below_noise(settings, targets, at, noise)
+
+    assert [begins(noise) for noise in (None, 0.0, 0.5, 0.51)] == [False, False, False, True]
+    assert not begins_below_noise(SnipConfig(), steady, 40, 9.0)
+    late = settings.healing(steady, 60, 100)
+    assert begins(0.51, late) and not begins(0.51, late, at=60)
+
+
+def test_a_run_that_heals_because_of_noise_follows_the_ramp_of_heal_from() -> None:
+    """The rest of a target schedule is dropped."""
+    values: dict[str, Any] = {"target_schedule": "0:0.8,70:0.4", "lag": 2}
+    plans = run_plans(train_iters=100, heal_below_noise=1.0, **values)
+    state = RunState(50, plan_of(["fp8", "fp8", "fp4"]), heal_from=50)
+    found = plans.targets_of(state)
+    assert found.heal_from == 50
+    like = SnipConfig(target_schedule="0:0.8", heal_from=50, lag=2).targets(100)
+    assert [found.at(i) for i in range(50, 101)] == [like.at(i) for i in range(50, 101)]
+    assert (found.at(49), found.at(95)) == (0.8, 0.0)
+    for other in (None, replace(state, heal_from=None)):
+        assert plans.targets_of(other) is plans.targets
+    off = run_plans(train_iters=100, **values)
+    assert off.targets_of(state) is off.targets
+    asked = target_to_plan_for(
+        replace(state, target=0.8), 90, plans, Schedule.of(plans.config), lambda: True
+    )
+    assert asked == found.at(92)
+
+
+def test_noise_is_refused_where_nothing_measures_it_or_the_end_is_not_known() -> None:
+    with pytest.raises(UsageError, match="heal_below_noise: the policy 'last-blocks' measures no"):
+        run_plans(policy="last-blocks", heal_below_noise=1.0, train_iters=100)
+    with pytest.raises(UsageError, match="heal_below_noise: the number of iterations is not known"):
+        run_plans(heal_below_noise=1.0)

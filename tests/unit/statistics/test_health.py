@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from megatron_snip.formats import get_format
+from megatron_snip.options import BF16, Option
 from megatron_snip.quantizers.quantize import quantize_dequantize
 from megatron_snip.quantizers.reference import tile_amaxes, tile_scales
 from megatron_snip.quantizers.together import (
@@ -153,6 +154,52 @@ def test_the_update_ratio_is_of_the_weights_of_all_experts(num_experts: int) -> 
     (linear,) = health.linears
     assert linear.gradient_norm == 3.0
     assert linear.update_ratio == pytest.approx(2.0 / math.sqrt(square), rel=1e-5)
+
+
+def test_gradient_noise_is_the_error_of_wgrad_over_the_gradient_of_the_batch() -> None:
+    """Two microbatches whose gradients almost cancel: the noise of both stays."""
+    toy = Toy.make("column", microbatches=2)
+    toy.inputs[1].copy_(toy.inputs[0])
+    toy.grads[1].copy_(-0.99 * toy.grads[0])
+    settings = MeasureSettings(equations.FORMATS, STEP, SEED, all_tokens=True)
+    gradient = sum(g.T @ x for x, g in zip(toy.inputs, toy.grads, strict=True))
+    assert isinstance(gradient, torch.Tensor)
+    norms = torch.tensor([gradient.double().square().sum().item(), 0.0, 1.0], dtype=torch.float64)
+    place = toy.placement(Topology())
+    observer = StepObserver(settings, Topology(), {})
+    errors = dict.fromkeys(equations.FORMATS, 0.0)
+    for m, (x, g) in enumerate(zip(toy.inputs, toy.grads, strict=True)):
+        weight = toy.weight.clone().requires_grad_()
+        observer.observe(place, x, weight, torch.nn.functional.linear(x, weight)).backward(g)
+        for name in errors:
+            qx = toy.quantized(x, name, Operand.INPUT, Gemm.WGRAD, m)
+            qg = toy.quantized(g, name, Operand.GRAD_OUTPUT, Gemm.WGRAD, m)
+            error = qg.T @ qx - g.double().numpy().T @ x.double().numpy()
+            errors[name] += float((error**2).sum())
+    _, health = observer.table([place.info], 1.0, None, lambda: {place.name: norms})
+    (linear,) = health.linears
+    for name, square in errors.items():
+        wanted = math.sqrt(3 * square / norms[0].item())
+        assert linear.gradient_noise[name] == pytest.approx(wanted, rel=1e-3)
+    assert min(errors[name] for name in errors) > 0
+    above = health.beyond("gradient_noise", 1, 1.0)
+    assert [(each.linear, each.tensor, each.format) for each in above] == [(place.name, "", "fp4")]
+
+
+def test_the_gradient_noise_of_a_plan_is_that_of_its_formats_over_all_linears() -> None:
+    def linear(name: str, norm: float | None, noise: dict[str, float | None]) -> LinearHealth:
+        return LinearHealth(name, 0, norm, None, {}, {}, {}, gradient_noise=noise)
+
+    noises: dict[str, float | None] = {"fp8": 0.1, "fp4": 2.0}
+    table = HealthTable(
+        1, (linear("a", 3.0, noises), linear("b", 4.0, noises), linear("frozen", None, {}))
+    )
+    low = {name: Option.uniform("fp4") for name in ("a", "b", "frozen")}
+    assert table.gradient_noise(low) == pytest.approx(2.0)
+    assert table.gradient_noise({**low, "b": BF16}) == pytest.approx(2.0 * 3 / 5)
+    mixed = {**low, "b": Option.parse("fp4-fp4-fp8")}
+    assert table.gradient_noise(mixed) == pytest.approx(math.hypot(6.0, 0.4) / 5)
+    assert table.gradient_noise({"frozen": BF16}) is None
 
 
 @pytest.mark.parametrize("gradient", [None, torch.zeros(512, 256)])
