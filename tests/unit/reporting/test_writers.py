@@ -36,7 +36,7 @@ accumulators = pytest.importorskip("tensorboard.backend.event_processing.event_a
 
 SHAPE = Shape(config(), iterations=16, notices=((7, Notice("reverted", "back to <fp8>")),))
 PLAN = plan_from(SHAPE, measurement_at(SHAPE, 11))
-MEASURED = measurement_at(SHAPE, 3)
+MEASURED = replace(measurement_at(SHAPE, 3), gradient_noise=1.5)
 
 
 def test_the_first_names_answer_whether_training_is_safe_and_faster(
@@ -71,6 +71,9 @@ def test_the_first_names_answer_whether_training_is_safe_and_faster(
             "snip/refresh/changed_linears": 12,
             "snip/divergence/loss_total": math.fsum(d.loss_divergence for d in lowest),
             "snip/divergence/weight_total": math.fsum(d.weight_divergence for d in lowest),
+            "snip/health/gradient_noise/median": 0.065,
+            "snip/health/gradient_noise/worst": 0.12,
+            "snip/health/gradient_noise/plan": 1.5,
             "snip/health/sqnr_db/input/median": 24.5,
             "snip/health/sqnr_db/input/worst": 19.0,
             "snip/health/underflow/input/median": 0.055,
