@@ -226,7 +226,7 @@ gpu-bundle:  ## the last commit and its wheels in dist/megatron-snip-gpu.sh, for
 
 # Not in .venv, whose torch has no CUDA: which Python instead, benchmarks/start.py decides.
 .PHONY: bench-gpu
-bench-gpu:  ## the next 8 minutes of this machine's GPU benchmarks; again until none is left
+bench-gpu:  ## the next 12 minutes of this machine's GPU benchmarks; again until none is left
 	@BENCH_PYTHON="$(BENCH_PYTHON)" $(PYTHON) benchmarks/start.py $(BENCH_ARGS)
 
 .PHONY: nightly

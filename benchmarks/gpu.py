@@ -1,10 +1,11 @@
 """All benchmarks of one machine, in slices: `make bench-gpu`.
 
-    python -m benchmarks.gpu [--output FILE] [--minutes 8] [--only NAMES] [--again]
+    python -m benchmarks.gpu [--output FILE] [--minutes 12] [--only NAMES] [--again]
 
 A call is one slice of at most `--minutes`. It runs the parts that have no result of this commit
 yet, the most wanted first, each in a process of its own with a limit of time; call it again until
-it says that nothing is left. What was measured (of a part that fails or runs out of time, what it
+it says that nothing is left. The parts of FIRST are what is least known; all of them fit into the
+first 12 minutes. What was measured (of a part that fails or runs out of time, what it
 had measured until then) goes at once to benchmarks/results/<gpu>.json (<cpu>.json without a GPU,
 from smaller work):
 
@@ -48,11 +49,12 @@ class Part:
     """One benchmark.
 
     Attributes:
-        name: its module under benchmarks/.
+        name: what the report calls it.
         flag: what takes the file to write.
         limit_s: seconds it may take.
         arguments: on a GPU.
         cpu_arguments: without one.
+        module: under benchmarks/; empty if it has the part's name.
     """
 
     name: str
@@ -60,26 +62,49 @@ class Part:
     limit_s: float
     arguments: tuple[str, ...] = ()
     cpu_arguments: tuple[str, ...] = ()
+    module: str = ""
 
 
-PARTS = (
+_SHORT = ("--iterations", "18")
+FIRST = (
+    Part("bits", "--json", 90.0, ("bits",), ("bits",), "suites"),
+    Part("measured", "--json", 90.0, ("--only", "bf16, measured"), _SHORT, "job"),
+    Part("refresh", "--output", 70.0, ("--rounds", "9"), ("--rounds", "3")),
+    Part("fp8", "--json", 110.0, ("fp8",), ("fp8",), "layers"),
+    Part("gemms", "--json", 70.0, ("gemms",), ("gemms",), "layers"),
+    Part("columns", "--json", 70.0, cpu_arguments=("--static",)),
+    Part("inspect", "--json", 80.0, ("inspect",), ("inspect",), "layers"),
+    Part(
+        "memory",
+        "--json",
+        110.0,
+        ("--only", "fp8 tensorwise, off,fp8 tensorwise, half"),
+        _SHORT,
+        "job",
+    ),
+)
+"""Each within two minutes, 12 minutes in all, in the order of what is least known."""
+
+LATER = (
     Part("device", "--json", 120.0),
-    Part("te", "--json", 240.0),
-    Part("job", "--json", 300.0, cpu_arguments=("--iterations", "18")),
+    Part("te", "--json", 240.0, ("te",), ("te",), "suites"),
+    Part("job", "--json", 300.0, cpu_arguments=_SHORT),
     Part("linear", "--json", 150.0),
     Part("step", "--json", 150.0),
-    Part("refresh", "--output", 120.0, (), ("--rounds", "3")),
     Part("kernels", "--json", 120.0, cpu_arguments=("--static",)),
     Part("switch", "--json", 75.0, ("--rounds", "5"), ("--rounds", "2")),
     Part("curves", "--json", 470.0),
 )
+
+PARTS = (*FIRST, *LATER)
 """In the order of what is most wanted."""
 
 
 def command(part: Part, file: Path, gpu: bool) -> list[str]:
     """Return how a part is run."""
     arguments = part.arguments if gpu else part.cpu_arguments
-    return [sys.executable, "-m", f"benchmarks.{part.name}", *arguments, part.flag, str(file)]
+    module = part.module or part.name
+    return [sys.executable, "-m", f"benchmarks.{module}", *arguments, part.flag, str(file)]
 
 
 def run_part(part: Part, folder: Path, seconds_left: float, gpu: bool) -> dict[str, Any]:
@@ -130,7 +155,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run a slice, write one file."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
     parser.add_argument("--output", type=Path, metavar="FILE", help="[results/<machine>.json]")
-    parser.add_argument("--minutes", type=float, default=8.0, help="of this slice")
+    parser.add_argument("--minutes", type=float, default=12.0, help="of this slice")
     parser.add_argument("--only", help="names of parts, comma separated")
     parser.add_argument("--again", action="store_true", help="measure what has a result as well")
     args = parser.parse_args(argv)

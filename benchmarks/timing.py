@@ -35,11 +35,13 @@ class Times:
 
     Attributes:
         seconds: median of each way that ran.
+        runs: seconds of each timed run of these, in the order of the rounds.
         host_seconds: what enqueueing each took on the host; on a GPU alone.
         failed: why the others did not run.
     """
 
     seconds: dict[str, float] = field(default_factory=dict)
+    runs: dict[str, list[float]] = field(default_factory=dict)
     host_seconds: dict[str, float] = field(default_factory=dict)
     failed: dict[str, str] = field(default_factory=dict)
 
@@ -64,7 +66,8 @@ def seconds_by_turns(runs: Mapping[str, Run], rounds: int, gpu: bool, ahead: boo
                 times.failed[name] = said(error)
                 del able[name]
     for name in able:
-        times.seconds[name] = statistics.median(map(_seconds, spans[name]))
+        times.runs[name] = [_seconds(span) for span in spans[name]]
+        times.seconds[name] = statistics.median(times.runs[name])
     return times
 
 

@@ -25,7 +25,9 @@ collect_ignore_glob = ["test_*.py"]
 if os.environ.get("SNIP_TE_REAL") == "1":
     import torch
 
-    collect_ignore_glob = [f"test_te_{name}.py" for name in ("mod*", "quantizers", "times")]
+    collect_ignore_glob = [
+        f"test_te_{name}.py" for name in ("layers", "mod*", "quantizers", "times")
+    ]
 
     def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         """Without a GPU, skip what multiplies."""

@@ -1,5 +1,6 @@
 """All benchmarks in one go, what fails stays its own, and the rows that they write."""
 
+import importlib
 import json
 import subprocess
 from pathlib import Path
@@ -8,17 +9,18 @@ from typing import Any
 
 import pytest
 
-from benchmarks import gpu, machine
-from benchmarks.gpu import PARTS, Part, command, file_name, next_part, run_part
+from benchmarks import gpu, machine, suites
+from benchmarks.gpu import FIRST, PARTS, Part, command, file_name, next_part, run_part
 from benchmarks.machine import append_row
 from benchmarks.start import BROUGHT, PINS, requirements
 
 
 def test_every_part_is_a_module_with_that_flag() -> None:
     assert all(part.limit_s <= 480 for part in PARTS)
+    assert len({part.name for part in PARTS}) == len(PARTS)
     folder = Path(gpu.__file__).parent
     for part in PARTS:
-        source = (folder / f"{part.name}.py").read_text()
+        source = (folder / f"{part.module or part.name}.py").read_text()
         flags = [part.flag, *(a for a in (*part.arguments, *part.cpu_arguments) if a[0] == "-")]
         assert all(f'"{flag}"' in source for flag in flags)
     made = command(Part("step", "--json", 1.0, ("--a",), ("--b",)), Path("x.json"), gpu=True)
@@ -86,6 +88,43 @@ def test_a_slice_goes_on_where_the_last_one_stopped(tmp_path: Path, monkeypatch:
     found = json.loads((tmp_path / "x.json").read_text())
     assert found["linear"]["ratio"] == 1 and found["step"]["failed"]
     assert next_part(PARTS, {}, "a") is PARTS[0]
+
+
+def test_the_first_minutes_are_twelve_and_no_part_takes_more_than_two() -> None:
+    assert all(part.limit_s <= 120 for part in FIRST)
+    assert sum(part.limit_s for part in FIRST) <= 12 * 60
+    assert PARTS[: len(FIRST)] == FIRST
+    assert [part.name for part in FIRST][:2] == ["bits", "measured"]
+
+
+@pytest.mark.parametrize("part", [part for part in FIRST if part.module in ("suites", "layers")])
+def test_parts_that_need_a_gpu_say_so_without_one(part: Part, tmp_path: Path) -> None:
+    module = importlib.import_module(f"benchmarks.{part.module}")
+    if machine.has_gpu():
+        pytest.skip("here is one")
+    file = tmp_path / "found.json"
+    assert module.main([*part.cpu_arguments, part.flag, str(file)]) == 0
+    assert "GPU" in json.loads(file.read_text())["skipped"]
+
+
+def test_a_suite_counts_what_ran_and_names_what_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tests = tmp_path / "test_x.py"
+    tests.write_text(
+        "import os, pytest\n"
+        "def test_a(record_property): record_property('ms', 2.5); assert os.environ['ASKED']\n"
+        "def test_b(): pytest.skip('no')\n"
+        "def test_c(): assert False\n"
+    )
+    monkeypatch.delenv("PYTEST_ADDOPTS", raising=False)
+    found = suites.run(suites.Suite((str(tests),), {"ASKED": "1"}))
+    assert found == {
+        "tests": 2,
+        "skips": 1,
+        "measured": {"ms": 2.5},
+        "failures": {"test_c": "see above"},
+    }
 
 
 def test_what_is_brought_is_pinned_by_hashes() -> None:

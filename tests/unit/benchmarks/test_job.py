@@ -2,7 +2,8 @@
 
 import pytest
 
-from benchmarks.job import FIRST_MEASURED, cases, compare, skipped
+from benchmarks.gpu import FIRST
+from benchmarks.job import FIRST_MEASURED, cases, compare, is_wanted, skipped
 
 NUM_ITERATIONS = 32
 
@@ -42,3 +43,15 @@ def test_a_case_without_snip_comes_before_the_one_that_is_compared_with_it() -> 
         for recipe in recipes:
             assert next(n for n in names if n.startswith(recipe)) == f"{recipe}, off"
     assert skipped(None, gpu=False) == "no script: MEGATRON_MAIN is not set"
+
+
+def test_the_first_minutes_run_few_cases() -> None:
+    wanted = {}
+    for part in (part for part in FIRST if part.module == "job"):
+        only = part.arguments[part.arguments.index("--only") + 1]
+        wanted[part.name] = [name for name in cases(gpu=True) if is_wanted(name, only)]
+    assert wanted == {
+        "measured": ["bf16, measured"],
+        "memory": ["fp8 tensorwise, off", "fp8 tensorwise, half fp8"],
+    }
+    assert is_wanted("bf16, off", None) and is_wanted("bf16, off", "fp8,bf16")
