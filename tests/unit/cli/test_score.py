@@ -6,8 +6,15 @@ from typing import Any
 
 import pytest
 
+from megatron_snip.__main__ import main
 from megatron_snip.planning.plan import write_plan
-from megatron_snip.planning.problem import write_problem
+from megatron_snip.planning.problem import (
+    LinearChoices,
+    OptionCost,
+    PlanningProblem,
+    write_problem,
+)
+from tests.processes import ROOT
 from tests.unit.planning.build import name_of, plan_of, problem_of
 
 PROBLEM = problem_of([[0.0, 1.0], [0.0, 2.0], [0.0, 3.0], [0.0, 4.0]], target=0.5)
@@ -24,6 +31,18 @@ matchers:
   first: {type: glob, pattern: "*.layers.0.*", config: high, enabled: true}
   none: {type: glob, pattern: "*.layers.77.*", config: high, enabled: true}
 """
+
+
+NEMOTRON = ROOT / "configs" / "precision" / "nemotron-3-super.yaml"
+PATTERN = "MEMEMEM*EMEMEMEM*EMEMEMEM*EMEMEMEMEM*EMEMEMEMEM*EMEMEMEMEM*EMEMEMEMEM*EMEMEMEM*EMEMEMEME"
+"""Layers of the model: Mamba, experts, attention (--hybrid-layer-pattern)."""
+EXPERTS = ("experts.linear_fc1", "experts.linear_fc2", "shared_experts.linear_fc1")
+EXPERTS += ("shared_experts.linear_fc2", "fc1_latent_proj", "fc2_latent_proj")
+KINDS = {
+    "M": ("mixer.in_proj", "mixer.out_proj"),
+    "*": ("self_attention.linear_qkv", "self_attention.linear_proj"),
+    "E": tuple(f"mlp.{name}" for name in EXPERTS),
+}
 
 
 @pytest.fixture
@@ -60,10 +79,44 @@ def test_a_matcher_that_fits_no_linear_is_named(
 ) -> None:
     file = tmp_path / "mine.yaml"
     file.write_text(PRECISION_FILE)
-    from megatron_snip.__main__ import main
-
     assert main(["score", problem, str(file), "--base", "fp4"]) == 0
     assert "1 of 2 matchers fit no linear of the problem: none" in capsys.readouterr().err
+
+
+def test_the_rule_of_nemotron_3_super_is_scored(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    layers = [*enumerate(PATTERN)]
+    names = [f"decoder.layers.{i}.{name}" for i, kind in layers for name in KINDS[kind]]
+    names += [f"mtp.layers.0.mtp_model_layer.{name}" for name in KINDS["*"] + KINDS["E"]]
+    wanted = {}
+    for name in names:
+        number = int(name.split(".")[2])
+        is_last = name.startswith("decoder") and number >= len(PATTERN) - 14
+        if is_last or name.startswith("mtp") or "self_attention" in name or "latent" in name:
+            wanted[name] = "bf16"
+        else:
+            wanted[name] = "mxfp8" if name.endswith("out_proj") else "nvfp4"
+    losses = {"mxfp8": 0.25, "nvfp4": 1.0, "bf16": 0.0}
+    costs = {
+        option: OptionCost(quality_loss=losses[option], saving=float(option == "nvfp4"))
+        for option in ("mxfp8", "nvfp4")
+    }
+    linears = []
+    for place, name in enumerate(names):
+        flops = 1.0 + place % 7
+        linears.append(LinearChoices(name=name, stage=0, flops=flops, options=costs))
+    problem = PlanningProblem(linears=tuple(linears), target=0.5)
+    write_problem(problem, tmp_path / "problem.json")
+    words = ["score", str(tmp_path / "problem.json"), str(NEMOTRON), "--base", "nvfp4", "--json"]
+    assert main(words) == 0
+    out, err = capsys.readouterr()
+    assert err == ""  # each matcher fits a linear
+    (score,) = json.loads(out)
+    low = sum(row.flops for row in linears if wanted[row.name] == "nvfp4")
+    assert score["share"] == pytest.approx(low / sum(row.flops for row in linears))
+    assert score["quality_loss"] == sum(losses[option] for option in wanted.values())
+    assert score["unmeasured"] == [] and score["snip"] <= score["quality_loss"]
 
 
 def test_a_picture_is_drawn(problem: str, printed: Any, tmp_path: Path) -> None:
