@@ -120,7 +120,7 @@ def test_what_cannot_be_imported_is_named() -> None:
 def test_what_is_no_name_of_a_module_is_refused_without_a_traceback(
     name: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with pytest.raises(UsageError, match="plugins: '.*' is not the name of a module; write it as"):
+    with pytest.raises(UsageError, match=r"plugins: '.*' is not the name of a module; write it as"):
         make_config({"plugins": name})
     assert caplog.records == []
 
