@@ -10,22 +10,26 @@ while it moves an element: about 23 for 4 bytes on an H100 (an estimate, not mea
 
 from __future__ import annotations
 
+import math
 import re
 import subprocess
 import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import torch
 
-from megatron_snip.formats import FORMATS, Block
+from megatron_snip.formats import FORMATS, Block, Format
 from megatron_snip.kernels import launch
 from megatron_snip.kernels.launch import NO_RANDOM
 from megatron_snip.quantizers.quantize import philox_arguments
 from megatron_snip.quantizers.stochastic import StochasticStream, StreamKey
+from megatron_snip.statistics import fused
+from megatron_snip.statistics.operands import MeasuredWeight, Operands
+from megatron_snip.types import Gemm
 
 ROW, COL, SQUARE = (1, 128), (128, 1), (128, 128)
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -40,6 +44,41 @@ def one(fmt: str, block: Block, dtype: torch.dtype = BF16, random: Any = NO_RAND
     )
 
 
+def moments(dtype: torch.dtype) -> Any:
+    factors = {"offset": 1e-8, "factor": 2.0, "scale": 3.0, "learning_rate": 1e-3}
+    return lambda x: launch.adam_sums(
+        x.to(dtype), x.to(dtype), 0, (x.shape[0], x.shape[1]), **factors
+    )
+
+
+def observed(names: tuple[str, str], which: int) -> Any:
+    """Observe an operand in two formats: X [1024, 256], W [512, 256] or G [1024, 512]."""
+    formats = {name: FORMATS[name] for name in names}
+
+    def run(_: torch.Tensor) -> None:
+        operands, fmts = _operands(formats), tuple(formats.values())
+        space = fused._Workspace.zeros(operands, fmts)
+        fused._observe(space, which, operands, fmts, StochasticStream(KEY))
+
+    return run
+
+
+def errors(_: torch.Tensor) -> None:
+    """Add up the errors of Y [1024, 512] in two formats."""
+    formats = {name: FORMATS[name] for name in ("fp8", "fp4")}
+    operands = _operands(formats)
+    space = fused._Workspace.zeros(operands, tuple(formats.values()))
+    g = operands.grad_output
+    fused._add_up(space, Gemm.FPROP, torch.empty(g.shape), torch.empty((2, *g.shape)), g)
+
+
+def _operands(formats: dict[str, Format]) -> Operands:
+    x = torch.empty((1024, 256), dtype=BF16)
+    g = torch.empty((1024, 512), dtype=BF16)
+    weight = MeasuredWeight(torch.empty((512, 256), dtype=BF16), formats, None, False)
+    return Operands(x, weight, g, slice(256), x, g)
+
+
 VARIANTS: dict[str, Callable[[torch.Tensor], Any]] = {
     "fp8 1x128": one("fp8", ROW),
     "fp8 1x128 to fp32": one("fp8", ROW, FP32),
@@ -50,8 +89,16 @@ VARIANTS: dict[str, Callable[[torch.Tensor], Any]] = {
     "fp4 128x1 stochastic": one("fp4", COL, random=RANDOM._replace(swapped=True)),
     "mxfp8 1x32": one("mxfp8", (1, 32)),
     "nvfp4 1x16": one("nvfp4", (1, 16)),
+    "AdamW's moments": moments(FP32),
+    "AdamW's moments, BF16": moments(BF16),
+    "observe X, fp8 and fp4": observed(("fp8", "fp4"), 0),
+    "observe W, fp8 and fp4": observed(("fp8", "fp4"), 1),
+    "observe G, fp8 and fp4": observed(("fp8", "fp4"), 2),
+    "observe G in tiles, fp8 and fp4": observed(("fp8", "fp4"), 4),
+    "observe W, mxfp8 and mxfp4": observed(("mxfp8", "mxfp4"), 1),
+    "errors of Y in two formats": errors,
 }
-"""What is compiled."""
+"""What is compiled; the first kernel that each launches."""
 
 
 class Compiled(NamedTuple):
@@ -59,11 +106,13 @@ class Compiled(NamedTuple):
 
     Attributes:
         kernel: Triton's.
-        elements: of x that a thread handles.
+        elements: what a thread handles.
+        loaded_bytes: what it loads for each of them.
     """
 
     kernel: Any
     elements: float
+    loaded_bytes: int
 
 
 @contextmanager
@@ -72,30 +121,55 @@ def compiling(arch: int) -> Iterator[list[Compiled]]:
     from triton.backends.compiler import GPUTarget
     from triton.runtime import driver
 
-    from megatron_snip.kernels import quantize
+    from megatron_snip.kernels import adam, observe, quantize
 
     compiled: list[Compiled] = []
 
     class Recorder:
-        def __init__(self, kernel: Any) -> None:
+        """Stands for a kernel.
+
+        Attributes:
+            kernel: the kernel.
+            sides: names of the constants whose product is the elements of a block.
+            loaded: names of the arguments that are loaded for each element, or for each element and
+                format.
+        """
+
+        def __init__(self, kernel: Any, sides: Sequence[str], loaded: Sequence[str]) -> None:
             self.kernel = kernel
+            self.sides = sides
+            self.loaded = loaded
 
         def __getitem__(self, grid: Any) -> Any:
             def launched(*args: Any, **named: Any) -> None:
                 kernel = self.kernel.warmup(*args, grid=grid, **named)
-                block = named["R"] * named["C"] * named.get("STEPS", 1)
-                compiled.append(Compiled(kernel, block / (32 * kernel.metadata.num_warps)))
+                threads = 32 * kernel.metadata.num_warps
+                elements = math.prod(named[side] for side in self.sides) / threads
+                by_name = dict(zip(self.kernel.arg_names, args, strict=False))
+                loaded = sum(by_name[name].itemsize for name in self.loaded)
+                if "quantized_ptr" in self.loaded:  # of every format
+                    loaded += by_name["quantized_ptr"].itemsize * (named["F"] - 1)
+                compiled.append(Compiled(kernel, elements, loaded))
 
             return launched
 
-    recorder = Recorder(quantize.quantize_kernel)
+    recorders = [
+        (quantize, "quantize_kernel", ("R", "C"), ("x_ptr",)),
+        (adam, "block_sums_kernel", ("R", "C"), ("m_ptr", "v_ptr")),
+        (adam, "total_sums_kernel", ("B", "P"), ("row_ptr",)),
+        (observe, "observe_kernel", ("R", "C"), ("x_ptr",)),
+        (observe, "errors_kernel", ("C",), ("product_ptr", "quantized_ptr", "other_ptr")),
+    ]
     stand_in = SimpleNamespace(
         get_current_target=lambda: GPUTarget("cuda", arch, 32),
         get_current_device=lambda: arch,  # kernels are cached per device
         get_current_stream=lambda device: 0,
     )
-    driving = patch.object(driver, "_active", stand_in)
-    with driving, patch.object(quantize, "quantize_kernel", recorder):
+    with ExitStack() as stack:
+        stack.enter_context(patch.object(driver, "_active", stand_in))
+        for module, name, sides, loaded in recorders:
+            recorder = Recorder(getattr(module, name), sides, loaded)
+            stack.enter_context(patch.object(module, name, recorder))
         yield compiled
 
 
@@ -127,7 +201,7 @@ def resources(kernel: Any, arch: int) -> tuple[int, int]:
 
 
 def instructions_per_element(compiled: Compiled) -> float:
-    """Return the instructions that a thread executes for each of its elements of BF16 x."""
+    """Return the instructions that a thread executes for each of its elements."""
     from triton import knobs
 
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
@@ -135,7 +209,8 @@ def instructions_per_element(compiled: Compiled) -> float:
         file.flush()
         command = [knobs.nvidia.nvdisasm.path, "-c", file.name]
         text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    return executed(text, 2 * compiled.elements) / compiled.elements
+    loaded_bytes = compiled.loaded_bytes * compiled.elements
+    return executed(text, loaded_bytes) / compiled.elements
 
 
 def table(arch: int) -> list[dict[str, Any]]:

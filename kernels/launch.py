@@ -173,6 +173,20 @@ def tile_spec(fmt: Format, block: Block, random: PhiloxArguments) -> TileSpec:
     )
 
 
+NUM_BINS = 128
+"""Number of bins of a histogram over floor(log2)."""
+
+LOWEST_LOG2 = -96
+"""The first bin; smaller numbers count there, and those from 2^32 on in the last bin."""
+
+SCALE_ROUNDING = 1 + 2.0**-20
+"""An element counts as saturated beyond its tile's largest value times this: the rounding of a
+scale alone is no saturation."""
+
+NUM_SUMS = 3
+"""Sums of an operand in a format: error square, elements that became zero, that saturated."""
+
+
 class LaunchConfig(NamedTuple):
     """Elements of a program's block (rows x cols, powers of two) and its warps."""
 
@@ -257,3 +271,90 @@ def _config(block: Block, random: PhiloxArguments) -> LaunchConfig:
     else:
         base = SQUARE_CONFIG
     return LaunchConfig(max(base.rows, tile_rows), max(base.cols, tile_cols), base.num_warps)
+
+
+MOMENTS_CONFIG = LaunchConfig(32, 128, 4)
+"""A block of AdamW's moments: 32 elements of each per thread, 16-byte loads."""
+
+MOMENT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+"""What `adam_sums` reads."""
+
+_SUMMED_AT_ONCE = 16
+"""Blocks whose sums `total_sums_kernel` loads at once."""
+
+
+def adam_sums(
+    first: Tensor,
+    second: Tensor,
+    start: int,
+    shape: tuple[int, int],
+    *,
+    offset: float,
+    factor: float,
+    scale: float,
+    learning_rate: float,
+) -> list[Tensor]:
+    """Return sums of squares over the part of a weight whose AdamW moments are here.
+
+    1 / D = offset + factor sqrt(second) and update = scale first D, element by element.
+
+    Args:
+        first: First moments of elements [start, start + len(first)) of the flattened weight, of any
+            shape, contiguous, in one of MOMENT_DTYPES.
+        second: Second moments, the same.
+        start: First element.
+        shape: [N, K] of the weight.
+        offset: See above.
+        factor: See above.
+        scale: See above.
+        learning_rate: That of the weight.
+
+    Returns:
+        FP64: [N] 1 / D^2 by row; [K] 1 / D^2 by column; [3] the number of elements, |update|^2 and
+        |learning_rate * update|^2. They are views of one tensor.
+    """
+    from megatron_snip.kernels.adam import block_sums_kernel, total_sums_kernel
+
+    rows, cols = shape
+    end = start + first.numel()
+    first_row = start // cols
+    num_rows = -(-end // cols) - first_row
+    config = MOMENTS_CONFIG
+    blocks = -(-num_rows // config.rows), -(-cols // config.cols)
+    sizes = [blocks[1] * num_rows, blocks[0] * cols, blocks[0] * blocks[1]]
+    parts = torch.empty(sum(sizes), device=first.device).split_with_sizes(sizes)
+    out = torch.empty(rows + cols + 3, dtype=torch.float64, device=first.device)
+    num_programs = -(-rows // config.rows) - (-cols // config.rows) + 1
+    with torch.cuda.device(first.device) if first.is_cuda else nullcontext():
+        block_sums_kernel[blocks](
+            first,
+            second,
+            start,
+            end,
+            first_row,
+            num_rows,
+            cols,
+            offset,
+            factor,
+            scale,
+            *parts,
+            R=config.rows,
+            C=config.cols,
+            num_warps=config.num_warps,
+        )
+        total_sums_kernel[(num_programs,)](
+            *parts,
+            start,
+            end,
+            first_row,
+            num_rows,
+            *blocks,
+            rows,
+            cols,
+            learning_rate**2,
+            out,
+            B=config.rows,
+            P=_SUMMED_AT_ONCE,
+            num_warps=config.num_warps,
+        )
+    return list(out.split_with_sizes([rows, cols, 3]))

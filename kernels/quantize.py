@@ -52,7 +52,7 @@ _WEYL_1 = tl.constexpr(0xBB67AE85)
 
 
 @triton.jit
-def _offsets(at, row_stride, col_stride, R: tl.constexpr, C: tl.constexpr):
+def offsets_of(at, row_stride, col_stride, R: tl.constexpr, C: tl.constexpr):
     """Return (offsets, mask), [R, C], of a block in memory."""
     row0, col0, rows, cols = at
     r = row0 + tl.arange(0, R)
@@ -64,7 +64,7 @@ def _offsets(at, row_stride, col_stride, R: tl.constexpr, C: tl.constexpr):
 @triton.jit
 def load_block(x_ptr, row_stride, col_stride, at, R: tl.constexpr, C: tl.constexpr):
     """Return a block of x in FP32 [R, C], with zeros beyond the tensor's edges."""
-    offsets, mask = _offsets(at, row_stride, col_stride, R, C)
+    offsets, mask = offsets_of(at, row_stride, col_stride, R, C)
     return tl.load(x_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
 
 
@@ -214,6 +214,39 @@ def random_bits16(key, at, layout, R: tl.constexpr, C: tl.constexpr, SPEC: tl.co
 
 
 @triton.jit
+def quantize_block(x, amax_or_scale_ptr, key, at, layout, SPEC: tl.constexpr):
+    """Return (what x becomes, the largest magnitudes of its tiles, their decode scales)."""
+    R: tl.constexpr = x.shape[0]
+    C: tl.constexpr = x.shape[1]
+    if SPEC.mode != _NEAREST:
+        bits16 = random_bits16(key, at, layout, R, C, SPEC)
+    amax = tile_amax(x, SPEC)
+    if SPEC.scale >= _TENSOR:
+        encode, decode = tensor_scales(tl.load(amax_or_scale_ptr), R, C, SPEC)
+    else:
+        tensor_amax = 0.0
+        if SPEC.scale >= _E4M3:
+            tensor_amax = tl.load(amax_or_scale_ptr)
+        encode, decode = tile_scales(amax, tensor_amax, SPEC)
+    y = x * expand_tiles(encode, R, C, SPEC)
+    if SPEC.scale >= _E4M3:
+        y = tl.clamp(y, -SPEC.largest, SPEC.largest, propagate_nan=tl.PropagateNan.ALL)
+    power = power_of(y, SPEC.min_power_bits)
+    if SPEC.mode != _NEAREST:
+        y = tl.fma(power, tl.fma(bits16.to(tl.float32), SPEC.noise, 2.0**15 * SPEC.noise), y)
+    q = round_nearest(y, power, SPEC.anchor)
+    return q * expand_tiles(decode, R, C, SPEC), amax, decode
+
+
+@triton.jit
+def store_block(value, out_ptr, at, NATIVE_CASTS: tl.constexpr):
+    """Write a block of a contiguous matrix [rows, cols]."""
+    _, _, _, cols = at
+    offsets, mask = offsets_of(at, cols, 1, value.shape[0], value.shape[1])
+    tl.store(out_ptr + offsets, _narrow(value, out_ptr.dtype.element_ty, NATIVE_CASTS), mask=mask)
+
+
+@triton.jit
 def _narrow(value, dtype: tl.constexpr, NATIVE_CASTS: tl.constexpr):
     """FP32 -> `dtype`, to nearest even; NATIVE_CASTS is off in the interpreter, which truncates."""
     if dtype == tl.bfloat16 and not NATIVE_CASTS:
@@ -246,24 +279,7 @@ def quantize_kernel(
     """Quantize and dequantize a block of complete tiles."""
     across = tl.cdiv(cols, C)  # blocks are numbered along the row first
     at = (tl.program_id(0) // across) * R, (tl.program_id(0) % across) * C, rows, cols
+    layout = (global_cols, local_chunk, global_chunk, col_start)
     x = load_block(x_ptr, x_row, x_col, at, R, C)
-    if SPEC.mode != _NEAREST:
-        layout = (global_cols, local_chunk, global_chunk, col_start)
-        bits16 = random_bits16(key, at, layout, R, C, SPEC)
-    if SPEC.scale >= _TENSOR:
-        encode, decode = tensor_scales(tl.load(amax_or_scale_ptr), R, C, SPEC)
-    else:
-        tensor_amax = 0.0
-        if SPEC.scale >= _E4M3:
-            tensor_amax = tl.load(amax_or_scale_ptr)
-        encode, decode = tile_scales(tile_amax(x, SPEC), tensor_amax, SPEC)
-    y = x * expand_tiles(encode, R, C, SPEC)
-    if SPEC.scale >= _E4M3:
-        y = tl.clamp(y, -SPEC.largest, SPEC.largest, propagate_nan=tl.PropagateNan.ALL)
-    power = power_of(y, SPEC.min_power_bits)
-    if SPEC.mode != _NEAREST:
-        y = tl.fma(power, tl.fma(bits16.to(tl.float32), SPEC.noise, 2.0**15 * SPEC.noise), y)
-    q = round_nearest(y, power, SPEC.anchor)
-    value = q * expand_tiles(decode, R, C, SPEC)
-    offsets, mask = _offsets(at, cols, 1, R, C)
-    tl.store(out_ptr + offsets, _narrow(value, out_ptr.dtype.element_ty, NATIVE_CASTS), mask=mask)
+    value, _, _ = quantize_block(x, amax_or_scale_ptr, key, at, layout, SPEC)
+    store_block(value, out_ptr, at, NATIVE_CASTS)

@@ -25,7 +25,7 @@ def matmul_fp32(
     Returns:
         [rows, cols].
     """
-    if a.device.type != "cuda":
+    if not a.is_cuda:
         return (a.float() @ b.float()).to(dtype)
     small = a.shape[0] * a.shape[1] * b.shape[1] <= LARGE_GEMM
     if a.dtype == torch.float32 and b.dtype == torch.float32 and small:

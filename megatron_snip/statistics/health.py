@@ -21,6 +21,7 @@ from torch import Tensor
 
 from megatron_snip.alert_thresholds import HealthMeasure
 from megatron_snip.formats import Format, ScaleType
+from megatron_snip.kernels.launch import LOWEST_LOG2, NUM_BINS, SCALE_ROUNDING
 from megatron_snip.quantizers.quantize import operand_block, operand_format
 from megatron_snip.quantizers.reference import amax_of, tile_magnitudes
 from megatron_snip.quantizers.together import GemmOperand, Quantized
@@ -34,18 +35,13 @@ from megatron_snip.statistics.records import LinearStatistics, StatisticsTable
 from megatron_snip.statistics.rows import (
     ERROR_SQUARE,
     ERROR_SUMS,
-    NUM_BINS,
     OPERAND_SUMS,
     SATURATED,
     ZEROED,
     LinearSums,
 )
-from megatron_snip.statistics.sample import to_device
+from megatron_snip.statistics.sample import constant
 from megatron_snip.types import Gemm, Operand
-
-LOWEST_LOG2 = -96
-"""Scales and magnitudes are counted by floor(log2(x)) in NUM_BINS bins, from this on, so to 31;
-smaller ones count in the first bin, larger ones in the last."""
 
 HISTOGRAM_STRIDE = 8
 """A histogram counts every eighth feature of the sampled tokens, and every eighth column of W."""
@@ -55,10 +51,6 @@ WEIGHT_STRIDE = 8
 
 _CAN_SATURATE = (ScaleType.E4M3, ScaleType.E4M3_TE, ScaleType.DELAYED)
 """Scales that are rounded down, or know only earlier tensors."""
-
-_SCALE_ROUNDING = 1 + 2.0**-20
-"""An element counts as saturated beyond its tile's largest value times this: the rounding of a
-scale alone is no saturation."""
 
 
 class OperandCounts:
@@ -100,7 +92,7 @@ class OperandCounts:
         self.zeroed.append(number)
         saturated = None
         if fmt.scale in _CAN_SATURATE:
-            limit = quantized.decode * (element.max_value * _SCALE_ROUNDING)
+            limit = quantized.decode * (element.max_value * SCALE_ROUNDING)
             block = operand_block(fmt, self.operand, original.gemm)
             # A scale that was rounded to 0 makes zeros of its tile: those do not saturate.
             beyond = (tile_magnitudes(original.x, block) > limit) & (limit > 0)
@@ -148,11 +140,11 @@ def health_sums(counts: Sequence[OperandCounts], squares: Tensor) -> Tensor:
     scales = [each.scales[f] for each, f in by_format]
     bins = _log2_counts([*scales, *((each.magnitudes, each.magnitudes) for each in counts)])
     # The operands before quantization come after the last format.
-    num_elements = torch.tensor([each.num_elements for each in counts])
+    num_elements = constant(squares.device, tuple(each.num_elements for each in counts))
     zeroed = torch.stack([each.zeroed[f] for each, f in by_format])
     heads = torch.zeros((len(bins), ERROR_SUMS), device=squares.device)
     heads[:, ERROR_SQUARE] = squares.flatten()
-    heads[:, ZEROED] = torch.cat([zeroed, to_device(squares.device, num_elements)])
+    heads[:, ZEROED] = torch.cat([zeroed, num_elements])
     for i, (each, f) in enumerate(by_format):
         number = each.saturated[f]
         if number is not None:

@@ -10,8 +10,7 @@ quantizer of a format:
 Tiles run along the contraction dimension of each GEMM. So fprop and dgrad are measured on single
 tokens drawn at random. wgrad is measured on complete tiles of consecutive tokens, for some of the
 output features. Products accumulate in FP32. On a tensor-parallel rank the tensors are shards:
-`partial_sums` returns what must be added over the shards, and `totals` turns the sums into
-statistics.
+`partial_sums` returns what must be added over the shards, and `totals` makes one vector of it.
 """
 
 from collections.abc import Iterable, Mapping
@@ -61,15 +60,16 @@ class PartialSums(NamedTuple):
         products: the products that are complete only after the sum over shards, because the shards
             split their contraction. Row-parallel: [1 + F, S, N], Y and each format's eY.
             Column-parallel: [1 + F, U, K], dX and each format's eX of the U single tokens that
-            dgrad is measured on.
-        per_token: [2 + 2 F, S] |G_t|^2, |Y_t|^2, |eY_t|^2 and <G_t, eY_t>; column-parallel only.
-        scalars: sums of squares, in the order of `_scalar_names`.
+            dgrad is measured on. None where there is one shard, and it has made sums of them.
+        per_token: [2 + 2 F, S] |G_t|^2, |Y_t|^2, |eY_t|^2 and <G_t, eY_t>; None where they must be
+            made of `products`.
+        scalars: sums of squares, in the order of `scalar_names`.
         health: [F + 1, 3 operands, OPERAND_SUMS], the operands in each format, and then before
             quantization (the other way round than in `products`); see `LinearSums.health`.
         amax: [3] the largest magnitudes of this shard's X, W and G.
     """
 
-    products: Tensor
+    products: Tensor | None
     per_token: Tensor | None
     scalars: Tensor
     health: Tensor
@@ -97,7 +97,7 @@ class PartialSums(NamedTuple):
         return cls(
             products=zeros((1 + num, *product)),
             per_token=zeros((2 + 2 * num, num_tokens)) if kind == "column" else None,
-            scalars=zeros(len(_scalar_names(kind, formats))),
+            scalars=zeros(len(scalar_names(kind, formats))),
             health=zeros((1 + num, len(Operand), OPERAND_SUMS)),
             amax=zeros(len(Operand)),
         )
@@ -188,12 +188,12 @@ def partial_sums(
         norms |= zip(_squares_of("input_grad", formats), row_norms(input_grads), strict=True)
     norms |= operands.weight.norms
 
-    scalar_names = _scalar_names(kind, formats)
+    columns = scalar_names(kind, formats)
     health_names = [f"{name}.{error}_square" for name in formats for error in _HEALTH_ERRORS]
     health_names += _HEALTH_SQUARES
-    squares = sums_of_squares([norms[name] for name in (*scalar_names, *health_names)])
-    scalars = squares[: len(scalar_names)]
-    of_health = squares[len(scalar_names) :]
+    squares = sums_of_squares([norms[name] for name in (*columns, *health_names)])
+    scalars = squares[: len(columns)]
+    of_health = squares[len(columns) :]
     counts = (x_counts, operands.weight.counts, g_counts)
     health = health_sums(counts, of_health.view(1 + num, len(counts)))
     if num_shards > 1:
@@ -202,7 +202,7 @@ def partial_sums(
         replicated = Operand.GRAD_OUTPUT if kind == "row" else Operand.INPUT
         health[:, list(Operand).index(replicated)] /= num_shards
         for name in _squares_of("grad" if kind == "row" else "input", formats):
-            scalars[scalar_names.index(name)] /= num_shards
+            scalars[columns.index(name)] /= num_shards
 
     is_row = kind == "row"
     return PartialSums(
@@ -286,44 +286,43 @@ def _wgrad_errors(
     return norms
 
 
-def total_names(kind: LinearKind, formats: Iterable[str]) -> list[str]:
-    """Return the columns of `records.py` that `totals` returns; of a format `format.column`."""
-    names = _scalar_names(kind, formats)
-    if kind == "column":
-        names += _squares_of("input_grad", formats)
-    names += _squares_of("output", formats)
+def total_names(formats: Iterable[str]) -> list[str]:
+    """Return the columns of `records.py` that `totals` begins with; of a format `format.column`."""
+    names = scalar_names("row", formats) + _squares_of("output", formats)
     return names + [f"{name}.{column}" for column in _LOSS_CHANGES for name in formats]
 
 
 def totals(sums: PartialSums, grad_output: Tensor) -> Tensor:
-    """Return the statistics of the unsharded linear over the sampled tokens.
+    """Return the sums of the unsharded linear over the sampled tokens; nothing is scaled yet.
 
     Args:
         sums: added over all shards.
         grad_output: G [S, N] of this shard.
 
     Returns:
-        FP64, in the order of `total_names`. `fisher` lacks its factor T / N, `aligned_fisher` its
-        factor T and `local_square` its divisor |update|^2, with T the tokens of the batch and N the
-        out_features. (`local`: the change of the linear's own update, D * eW, and of no other's.)
+        FP64: statistics in the order of `total_names`, then `sums.health`, flat. `fisher` lacks its
+        factor T / (2 N), `aligned_fisher` its factor T / 2 and `local_square` its divisor
+        |update|^2, with T the tokens of the batch and N the out_features. (`local`: the change of
+        the linear's own update, D * eW, and of no other's.)
     """
-    values = [sums.scalars.double()]
-    if sums.per_token is None:
+    values = [sums.scalars]
+    per_token = sums.per_token
+    if per_token is None:
+        assert sums.products is not None
         per_token = _token_sums(grad_output, sums.products)  # Y and eY are complete only now
-    else:
-        per_token = sums.per_token
+    elif sums.products is not None:
         by_token = _token_squares(sums.products)
         # Rounded to FP32, as `partial_sums` rounds them for a row-parallel linear: so a linear
         # without shards gives the same bits as either kind.
-        values.append(by_token.sum(1, dtype=torch.float64).float().double())
-    num_formats = len(sums.products) - 1
+        values.append(by_token.sum(1, dtype=torch.float64).float())
+    num_formats = len(per_token) // 2 - 1
     sizes = [1, 1 + num_formats, num_formats]  # as `_token_sums` puts them together
     grads, outputs, inner_products = torch.split(per_token.double(), sizes)
-    first = inner_products.sum(1)
-    fisher = 0.5 * (outputs[1:] * grads).sum(1)
-    aligned_fisher = 0.5 * inner_products.square().sum(1)
-    values += [outputs.sum(1), first, fisher, aligned_fisher]
-    return torch.cat(values)
+    by_token = torch.cat(
+        [outputs, inner_products, outputs[1:] * grads, inner_products.square()]  # _LOSS_CHANGES
+    )
+    values += [by_token.sum(1), sums.health.flatten()]
+    return torch.cat(values)  # to FP64
 
 
 def _token_sums(g: Tensor, outputs: Tensor) -> Tensor:
@@ -334,8 +333,11 @@ def _token_sums(g: Tensor, outputs: Tensor) -> Tensor:
     return torch.cat([_token_squares(g)[None], _token_squares(outputs), inner_products])
 
 
-def _scalar_names(kind: LinearKind, formats: Iterable[str]) -> list[str]:
-    """Return the names of `PartialSums.scalars`, which are columns of the table."""
+def scalar_names(kind: LinearKind, formats: Iterable[str]) -> list[str]:
+    """Return the names of `PartialSums.scalars`, which are columns of the table.
+
+    A linear without shards may have those of either kind.
+    """
     names = ["input_square", "weight_square", "grad_square", "wgrad_square"]
     errors = ("input_error", "weight_error", "grad_error", "wgrad_error", "local")
     names += [f"{name}.{error}_square" for name in formats for error in errors]

@@ -27,7 +27,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache, partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -38,6 +38,7 @@ from megatron_snip.formats import Format, ScaleType
 from megatron_snip.quantizers.quantize import rotated_amax
 from megatron_snip.quantizers.reference import amax_of
 from megatron_snip.quantizers.stochastic import grad_output_stream
+from megatron_snip.statistics import fused
 from megatron_snip.statistics.health_table import HealthTable
 from megatron_snip.statistics.measure import PartialSums, partial_sums
 from megatron_snip.statistics.operands import AmaxesOrScales, MeasuredWeight, Operands
@@ -47,6 +48,7 @@ from megatron_snip.statistics.row_sums import RowBuilder
 from megatron_snip.statistics.sample import (
     MeasureSettings,
     Sample,
+    SampledRows,
     draw_sample,
     is_measured,
     rows_of,
@@ -114,6 +116,12 @@ class _Kept:
 
     samples: list[Sample]
     amaxes: Tensor | None
+
+
+def _partial_sums(operands: Operands, **named: Any) -> PartialSums:
+    """Measure one linear, by kernels or by PyTorch."""
+    is_fused = fused.is_fused(operands, named["formats"])
+    return (fused.partial_sums if is_fused else partial_sums)(operands, **named)
 
 
 class StepObserver:
@@ -236,7 +244,6 @@ class StepObserver:
                 self._sums.count(placement, call.num_tokens)
                 flat = grad.detach().reshape(-1, grad.shape[-1])
                 delayed = self._delayed(delayed_scales)
-                # X and W were multiplied with the scales of the forward, G with those of now.
                 for fmt, scales in forward_scales.items():
                     delayed[fmt] = torch.cat([scales[:2], delayed[fmt][2:]])
                 self._measure(call, kept, flat, delayed)
@@ -287,7 +294,7 @@ class StepObserver:
         control = self._topology.control
         with self._measuring():
             return reduce_sums(
-                self._sums.own,
+                self._sums.finish(),
                 self._settings,
                 linears,
                 grad_scale,
@@ -331,8 +338,9 @@ class StepObserver:
                 continue
             num_tokens = call.num_tokens if rows is None else len(rows)
             drawn = self._draw(num_tokens, microbatch * placement.num_calls + repetition)
+            of_sender = drawn.rows if rows is None else SampledRows(rows[drawn.rows.indices])
             # A copy: linears share the draw, and each stores its own X in it.
-            samples.append(replace(drawn, rows=drawn.rows if rows is None else rows[drawn.rows]))
+            samples.append(replace(drawn, rows=of_sender))
         return samples
 
     def _fill(self, call: _Call, samples: list[Sample], input: Tensor) -> Tensor | None:
@@ -411,7 +419,7 @@ class StepObserver:
             amaxes_or_scales=weight.amaxes_or_scales,
         )
         measure = partial(
-            partial_sums,
+            _partial_sums,
             operands,
             kind=placement.kind,
             num_shards=placement.tp.size,

@@ -16,7 +16,7 @@ from megatron_snip.quantizers.quantize import operand_block, operand_format
 from megatron_snip.quantizers.reference import tensor_scale, tile_amaxes
 from megatron_snip.quantizers.together import GemmOperand, Quantized
 from megatron_snip.statistics.health import OperandCounts
-from megatron_snip.statistics.sample import to_device
+from megatron_snip.statistics.sample import constant
 from megatron_snip.types import Gemm, Operand
 
 
@@ -85,6 +85,8 @@ class MeasuredWeight:
         amaxes_or_scales: what scales of entire tensors are made from; None where no format has such
             a scale.
         counts: what became of W in the formats that it was quantized to.
+        keeps_copies: whether there are several samples, which share what is computed of W.
+        observed: what fused.py keeps for the samples after the first.
     """
 
     def __init__(
@@ -107,7 +109,8 @@ class MeasuredWeight:
         self.source = weight
         self._formats = formats
         self.amaxes_or_scales = amaxes_or_scales
-        self._keeps_copies = keeps_copies
+        self.keeps_copies = keeps_copies
+        self.observed: tuple[Tensor, ...] | None = None
         self._copies: dict[str, WeightCopies] = {}
         self.counts = OperandCounts(Operand.WEIGHT)
         self._amaxes = TileAmaxes()
@@ -145,7 +148,7 @@ class MeasuredWeight:
             return self._copies[name]
         self.counts.add(originals[0], self._formats[name], quantized[0])
         copies = WeightCopies(quantized[0].values, quantized[-1].values)
-        if self._keeps_copies:
+        if self.keeps_copies:
             self._copies[name] = copies
         return copies
 
@@ -158,7 +161,7 @@ class MeasuredWeight:
         if error not in self._error_norms:
             w = self.tensor
             # In place where no other sample needs the copy.
-            change = copies.fprop - w if self._keeps_copies else copies.fprop.sub_(w)
+            change = copies.fprop - w if self.keeps_copies else copies.fprop.sub_(w)
             self._error_norms[error] = row_norms(change)
 
     @cached_property
@@ -230,7 +233,7 @@ def sums_of_squares(norms: Sequence[Tensor]) -> Tensor:
         FP32, one for each matrix; they are summed in FP64.
     """
     squares = torch.cat(list(norms)).square().double()
-    lengths = to_device(squares.device, torch.tensor([len(of_rows) for of_rows in norms]))
+    lengths = constant(squares.device, tuple(len(of_rows) for of_rows in norms))
     # Its checks of the lengths, which `unsafe` leaves out, would wait for the device.
     sums: Tensor = torch.segment_reduce(squares, "sum", lengths=lengths, unsafe=True)
     return sums.float()

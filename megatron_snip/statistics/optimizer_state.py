@@ -27,7 +27,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -44,6 +44,26 @@ in another basis than the weight's."""
 
 MUON_CHANGE = 0.01
 """Norm of the change from which Muon's D is measured, relative to the momentum's."""
+
+
+class AdamTerms(NamedTuple):
+    """What AdamW's D and update are made of, element by element.
+
+        1 / D = offset + factor sqrt(second),    update = scale first D
+
+    Attributes:
+        first: first moments of the shard.
+        second: second moments.
+        offset: see above.
+        factor: see above.
+        scale: see above.
+    """
+
+    first: Tensor
+    second: Tensor
+    offset: float
+    factor: float
+    scale: float
 
 
 @dataclass(frozen=True)
@@ -80,6 +100,24 @@ class Shard:
         """The learning rate of the parameter's group; 0 if it has none."""
         return float(self.group.get("lr") or 0.0)
 
+    def adam_terms(self) -> AdamTerms | None:
+        """Return the moments with their factors; None without moments of AdamW."""
+        first = self.state.get("exp_avg")
+        second = self.state.get("exp_avg_sq")
+        step = self.step
+        if self.rule is not _adam or first is None or second is None or step < 1:
+            return None
+        beta1, beta2 = self.group.get("betas", (0.0, 0.0))[:2]
+        eps = float(self.group.get("eps", 0.0))
+        factor = (1 - beta1 ** (step + 1)) / (1 - beta1)  # 1 / D = factor (sqrt(v^) + eps)
+        return AdamTerms(
+            first=first,
+            second=second,
+            offset=factor * eps,
+            factor=factor / math.sqrt(1 - beta2**step),
+            scale=factor / (1 - beta1**step),
+        )
+
     def inverse_d_and_update(self) -> tuple[Tensor, Tensor] | None:
         """Return 1 / D and the update direction, [end - start] FP32 each; None without moments."""
         found = self.rule(self)
@@ -91,19 +129,13 @@ class Shard:
 
 
 def _adam(shard: Shard) -> tuple[Tensor, Tensor] | None:
-    first = shard.state.get("exp_avg")
-    second = shard.state.get("exp_avg_sq")
-    step = shard.step
-    if first is None or second is None or step < 1:
+    terms = shard.adam_terms()
+    if terms is None:
         return None
-    beta1, beta2 = shard.group.get("betas", (0.0, 0.0))[:2]
-    eps = float(shard.group.get("eps", 0.0))
-    # 1 / D = factor (sqrt(v^) + eps), in one pass after the root.
-    factor = (1 - beta1 ** (step + 1)) / (1 - beta1)
-    root = second.float().sqrt()
-    offset = root.new_full((), factor * eps)
-    inverse_d = torch.add(offset, root, alpha=factor / math.sqrt(1 - beta2**step), out=root)
-    update = torch.div(first.float(), inverse_d).mul_(factor / (1 - beta1**step))
+    root = terms.second.float().sqrt()
+    offset = root.new_full((), terms.offset)
+    inverse_d = torch.add(offset, root, alpha=terms.factor, out=root)
+    update = torch.div(terms.first.float(), inverse_d).mul_(terms.scale)
     return inverse_d, update
 
 

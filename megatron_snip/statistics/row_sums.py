@@ -1,9 +1,15 @@
-"""The rows of one rank: what samples measured, scaled to all tokens of their microbatches."""
+"""The rows of one rank: what samples measured, scaled to all tokens of their microbatches.
+
+While an iteration runs, the device adds up one vector for each linear, in two operations for each
+microbatch. What the host knows is added at the end, and rows are put in order there.
+"""
 
 import logging
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple, TypeVar, get_args
+from functools import lru_cache
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -15,7 +21,7 @@ from megatron_snip.statistics.records import column_of
 from megatron_snip.statistics.rows import RowLayout
 from megatron_snip.statistics.sample import Sample, to_device
 from megatron_snip.statistics.sensitivity import Sensitivity
-from megatron_snip.topology import LinearKind, Placement, Topology
+from megatron_snip.topology import Placement, Topology
 
 logger = logging.getLogger(__name__)
 
@@ -39,8 +45,8 @@ class RankRows:
     """What one rank has measured in an iteration.
 
     Attributes:
-        rows: The row of each linear (`RowLayout.row`), FP64, by the linear's name. Its norms are
-            zeros: `reduce_sums` fills them in.
+        rows: The row of each linear (`RowLayout.row`), FP64 on the CPU, by the linear's name. Its
+            norms are zeros: `reduce_sums` fills them in. `RowBuilder.finish` makes them.
         amax: The largest magnitudes of X, W and G, FP32 [3], by the linear's name.
         experts: The row of each expert (`RowLayout.expert_row`), FP64, by linear name and expert.
         counts: This rank's part of each linear's counts, by the linear's name.
@@ -63,7 +69,7 @@ class RowBuilder:
     """Adds up samples to the rows of this rank's linears and experts.
 
     Attributes:
-        own: the rows so far.
+        own: what was measured so far; its rows are made by `finish`.
     """
 
     def __init__(
@@ -79,19 +85,21 @@ class RowBuilder:
             topology: this rank's place.
             sensitivities: as in `StepObserver`.
         """
-        self.own = RankRows()
         self._formats = formats
         self._layout = RowLayout(formats)
-        self._sums_over = [column_of(name).over for name in self._layout.columns]
-        self._places = {kind: self._places_of(kind) for kind in get_args(LinearKind)}
         self._topology = topology
         self._sensitivities = sensitivities
-        self._updates_added: set[Placement] = set()
+        # Linears share their factors, unless they have tokens of their own, as experts do.
+        self._factors = lru_cache(maxsize=32)(self._factors_of)
+        self.clear()
 
     def clear(self) -> None:
         """Forget all rows."""
         self.own = RankRows()
-        self._updates_added.clear()
+        # Sums of `totals` times their factors, FP64 on the device; and what is not measured.
+        self._totals: dict[str, Tensor] = {}
+        self._known: dict[str, dict[str, float]] = {}
+        self._updates_added: set[Placement] = set()
 
     def count(self, placement: Placement, num_tokens: int) -> None:
         """Count a backward of a linear in the batch, whether it is measured or not."""
@@ -109,8 +117,8 @@ class RowBuilder:
 
     def add_amax(self, placement: Placement, amax: Tensor) -> None:
         """Keep the largest magnitudes of X, W and G, FP32 [3]."""
-        largest = self.own.amax.get(placement.name, amax)
-        self.own.amax[placement.name] = torch.maximum(largest, amax)
+        largest = self.own.amax.get(placement.name)
+        self.own.amax[placement.name] = amax if largest is None else torch.maximum(largest, amax)
 
     def add(
         self,
@@ -133,44 +141,59 @@ class RowBuilder:
         # Each context-parallel rank measures its own tokens of the same microbatch. What counts
         # once for each microbatch, such as |W|^2, each of these ranks adds with factor 1 / CP.
         share = 1.0 / self._topology.context
-        # What a measured value stands for, by what its column is summed over (`Column.over`).
-        expansion = {
-            **sample.expansions,
-            "tiles": sample.expansions["tiles"] * feature_stride,
-            "weight": share,
-            "all": 1.0,
-        }
-        known = self._counts_and_update(placement, sample, share)
-        # What the host knows goes to the device in one transfer.
-        host = [
-            [expansion[over] for over in self._sums_over],
-            [known.get(name, 0.0) for name in self._layout.columns],
-            self._places[placement.kind],
-        ]
-        factors, known_values, order = to_device(
-            grad.device, torch.tensor(host, dtype=torch.float64)
-        )
+        tokens, dgrad, tiles = (sample.expansions[over] for over in ("tokens", "dgrad", "tiles"))
+        factors = self._factors(tokens, dgrad, tiles * feature_stride, share, grad.device)
         values = totals(sums, grad)
-        found = torch.cat([values, values.new_zeros(1)]).index_select(0, order.long())
-        statistics = found * factors + known_values
-        by_operand = torch.tensor(
-            [[expansion["tokens"]], [expansion["weight"]], [expansion["dgrad"]]],  # X, W and G
-            dtype=torch.float64,
-        )
-        health = sums.health.double() * to_device(grad.device, by_operand)
+        _add_product(self._totals, placement.name, values, factors)
         if placement.expert is not None:
             key = (placement.name, placement.expert)
-            _add_to(self.own.experts, key, self._layout.expert_row(health))
-        _add_to(self.own.rows, placement.name, self._layout.row(statistics, health))
+            parts = [self._layout.expert_row(self._health_of(each)) for each in (values, factors)]
+            _add_product(self.own.experts, key, *parts)
+        known = self._known.setdefault(placement.name, defaultdict(float))
+        for column, value in self._counts_and_update(placement, sample, share).items():
+            known[column] += value
 
-    def _places_of(self, kind: LinearKind) -> list[int]:
-        """Return where each column stands in what `totals` returns for a kind of linears.
+    def finish(self) -> RankRows:
+        """Return what was measured, with the rows; waits for the device once.
 
-        Columns that are not measured stand behind the last.
+        An error is recorded as a failure.
         """
-        names = total_names(kind, self._formats)
-        places = {name: i for i, name in enumerate(names)}
-        return [places.get(name, len(names)) for name in self._layout.columns]
+        try:
+            summed = torch.stack(list(self._totals.values())).cpu() if self._totals else ()
+            names = total_names(self._formats)
+            columns = [self._layout.columns.index(name) for name in names]
+            for name, values in zip(self._totals, summed, strict=True):
+                known = self._known[name]
+                statistics = values.new_tensor([known.get(c, 0.0) for c in self._layout.columns])
+                statistics[columns] += values[: len(names)]
+                self.own.rows[name] = self._layout.row(statistics, self._health_of(values))
+        except Exception as error:
+            self.own.record_failure(error)
+        return self.own
+
+    def _health_of(self, values: Tensor) -> Tensor:
+        """Return the health sums in what `totals` returned, as `LinearSums.health`."""
+        shape = self._layout.health_shape
+        return values[-shape.numel() :].view(shape)
+
+    def _factors_of(
+        self,
+        tokens: float,
+        dgrad: float,
+        tiles: float,
+        share: float,
+        device: torch.device,
+    ) -> Tensor:
+        """Return the factors from what `totals` returns to sums over all tokens, FP64."""
+        # What a measured value stands for, by what its column is summed over (`Column.over`).
+        expansion = {"tokens": tokens, "dgrad": dgrad, "tiles": tiles, "weight": share, "all": 1.0}
+        factors = []
+        for name in total_names(self._formats):
+            is_half = name.endswith("fisher")  # `fisher` and `aligned_fisher`
+            factors.append(expansion[column_of(name).over] * (0.5 if is_half else 1.0))
+        by_operand = torch.tensor([[tokens], [share], [dgrad]], dtype=torch.float64)  # X, W and G
+        of_health = by_operand.expand(self._layout.health_shape).flatten()
+        return to_device(device, torch.cat([of_health.new_tensor(factors), of_health]))
 
     def _counts_and_update(
         self, placement: Placement, sample: Sample, share: float
@@ -192,6 +215,9 @@ class RowBuilder:
         return known
 
 
-def _add_to(rows: dict[K, Tensor], key: K, row: Tensor) -> None:
-    """Add a row to what was added under its key."""
-    rows[key] = rows[key] + row if key in rows else row
+def _add_product(sums: dict[K, Tensor], key: K, values: Tensor, factors: Tensor) -> None:
+    """Add values times their factors to what was added under a key."""
+    if key in sums:
+        sums[key].addcmul_(values, factors)
+    else:
+        sums[key] = values * factors

@@ -16,6 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from megatron_snip.kernels.launch import NUM_BINS
 from megatron_snip.statistics.records import BASE_COLUMNS, FORMAT_COLUMNS
 from megatron_snip.statistics.sensitivity import NUM_NORMS
 from megatron_snip.types import Operand
@@ -24,9 +25,6 @@ ERROR_SUMS = 3
 ERROR_SQUARE, ZEROED, SATURATED = range(ERROR_SUMS)
 """Error square, elements that became zero, elements that saturated. Of the operand before
 quantization: its square, the number of its elements, 0."""
-
-NUM_BINS = 128
-"""Number of bins of a histogram over log2; health.py says which."""
 
 OPERAND_SUMS = ERROR_SUMS + NUM_BINS
 """Health sums of one operand in one format: ERROR_SUMS, then the bins of its tiles' scales. Of the
@@ -54,6 +52,7 @@ class RowLayout:
         columns: Names of a linear's statistics; those of a format are `format.column`.
         width: Number of entries of a linear's row.
         expert_width: Number of entries of an expert's row.
+        health_shape: Shape of `LinearSums.health` of one linear.
     """
 
     def __init__(self, formats: Iterable[str]) -> None:
@@ -63,9 +62,9 @@ class RowLayout:
         for name in names:
             columns += [f"{name}.{column}" for column in FORMAT_COLUMNS]
         self.columns = tuple(columns)
-        self._health_shape = torch.Size((1 + len(names), len(Operand), OPERAND_SUMS))
+        self.health_shape = torch.Size((1 + len(names), len(Operand), OPERAND_SUMS))
         self._expert_shape = torch.Size((1 + len(names), len(Operand), ERROR_SUMS))
-        self.width = len(columns) + NUM_NORMS + self._health_shape.numel()
+        self.width = len(columns) + NUM_NORMS + self.health_shape.numel()
         self.expert_width = self._expert_shape.numel()
 
     def row(self, statistics: Tensor, health: Tensor) -> Tensor:
@@ -79,9 +78,9 @@ class RowLayout:
 
     def split(self, rows: Tensor) -> LinearSums:
         """Return the parts of linears' rows [.., width]; they are views."""
-        sizes = [len(self.columns), NUM_NORMS, self._health_shape.numel()]
+        sizes = [len(self.columns), NUM_NORMS, self.health_shape.numel()]
         statistics, norms, health = torch.split(rows, sizes, dim=-1)
-        return LinearSums(statistics, norms, health.view(rows.shape[:-1] + self._health_shape))
+        return LinearSums(statistics, norms, health.view(rows.shape[:-1] + self.health_shape))
 
     def split_experts(self, rows: Tensor) -> Tensor:
         """Return the sums in experts' rows [.., expert_width]; a view.

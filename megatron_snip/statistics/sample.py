@@ -8,6 +8,8 @@ complete tiles of consecutive tokens and, of wide linears, on every fourth outpu
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -85,6 +87,48 @@ class OwnRows:
         return found
 
 
+class OwnPlaces(NamedTuple):
+    """Which of a sample's rows a rank holds.
+
+    Attributes:
+        rows: int64 [H], their indices in the rank's own matrix, on the matrix's device.
+        places: int64 [H] on the CPU: `OwnRows.places`.
+    """
+
+    rows: Tensor
+    places: Tensor
+
+
+class SampledRows:
+    """The rows of a sample. Linears share them, so what depends on a rank is found once.
+
+    Attributes:
+        indices: int64 [rows] on the CPU: indices of tokens, over the tokens of all ranks.
+    """
+
+    def __init__(self, indices: Tensor) -> None:
+        """Find nothing yet."""
+        self.indices = indices
+        self._own: dict[tuple[range | None, torch.device], OwnPlaces] = {}
+
+    def __len__(self) -> int:
+        """Return the number of rows, over all ranks."""
+        return len(self.indices)
+
+    def of_rank(self, tokens: range | None, device: torch.device) -> OwnPlaces:
+        """Return which of the rows are among a rank's tokens; None for all tokens."""
+        key = tokens, device
+        if key not in self._own:
+            rows = self.indices
+            places = torch.arange(len(rows))
+            if tokens is not None:
+                rows = rows - tokens.start
+                places = ((rows >= 0) & (rows < len(tokens))).nonzero().squeeze(1)
+                rows = rows[places]
+            self._own[key] = OwnPlaces(to_device(device, rows), places)
+        return self._own[key]
+
+
 @dataclass
 class Sample:
     """Sampled tokens of one microbatch, stored in the forward for the backward.
@@ -93,8 +137,8 @@ class Sample:
         index: Index of the microbatch within the iteration, over all ranks; where a linear is
             called several times in a microbatch, index of the call.
         num_tokens: Number of tokens of the microbatch, over all ranks of the tensor axis.
-        rows: Indices of S single tokens, then of the R tokens of complete tiles, int64 [S + R].
-            Where all tokens are measured, S = R = num_tokens: `rows` has each token once.
+        rows: S single tokens, then the R tokens of complete tiles. Where all tokens are measured,
+            S = R = num_tokens: `rows` has each token once.
         single: Which of `rows` are the single tokens.
         of_dgrad: Which of the single tokens dgrad is measured on.
         in_tiles: Which of `rows` are the tokens of complete tiles.
@@ -106,7 +150,7 @@ class Sample:
 
     index: int
     num_tokens: int
-    rows: Tensor
+    rows: SampledRows
     single: slice
     of_dgrad: slice
     in_tiles: slice
@@ -173,7 +217,9 @@ def draw_sample(settings: MeasureSettings, num_tokens: int, index: int) -> Sampl
             "dgrad": num_tokens / (wanted // DGRAD_STRIDE),
             "tiles": num_tiles / num_chosen,
         }
-    return Sample(index, num_tokens, rows, single, of_dgrad, in_tiles, first_feature, expansions)
+    return Sample(
+        index, num_tokens, SampledRows(rows), single, of_dgrad, in_tiles, first_feature, expansions
+    )
 
 
 def sampled_features(stream: StochasticStream, cols: int, first: int | None) -> slice:
@@ -190,23 +236,19 @@ def sampled_features(stream: StochasticStream, cols: int, first: int | None) -> 
     return slice(first, None, FEATURE_STRIDE)
 
 
-def rows_of(matrix: Tensor, rows: Tensor, is_split: bool, axis: Axis) -> OwnRows:
+def rows_of(matrix: Tensor, rows: SampledRows, is_split: bool, axis: Axis) -> OwnRows:
     """Return those of a sample's rows that this rank holds.
 
     Args:
         matrix: The matrix, [tokens of this rank, features].
-        rows: Indices of the rows; where tokens are split, over the tokens of all ranks.
+        rows: The rows; where tokens are split, of the tokens of all ranks.
         is_split: Whether each rank of `axis` holds other tokens.
         axis: The tensor axis.
     """
-    num_rows = len(rows)
-    places = torch.arange(num_rows)
-    if is_split:
-        rows = rows - axis.rank * matrix.shape[0]  # within this rank's tokens
-        places = ((rows >= 0) & (rows < matrix.shape[0])).nonzero().squeeze(1)
-        rows = rows[places]
-    values = matrix.index_select(0, to_device(matrix.device, rows))
-    return OwnRows(values, places, num_rows)
+    count = matrix.shape[0]
+    tokens = range(axis.rank * count, (axis.rank + 1) * count) if is_split else None
+    own = rows.of_rank(tokens, matrix.device)
+    return OwnRows(matrix.index_select(0, own.rows), own.places, len(rows))
 
 
 def to_device(device: torch.device, tensor: Tensor) -> Tensor:
@@ -214,3 +256,10 @@ def to_device(device: torch.device, tensor: Tensor) -> Tensor:
     if device.type != "cuda":
         return tensor
     return tensor.pin_memory().to(device, non_blocking=True)
+
+
+@lru_cache(maxsize=256)
+@torch.inference_mode(False)
+def constant(device: torch.device, numbers: tuple[int, ...]) -> Tensor:
+    """Return integers on a device, int64; the same tensor each time, which is not written to."""
+    return to_device(device, torch.tensor(numbers))

@@ -21,7 +21,9 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from megatron_snip.collectives import sum_together
+from megatron_snip.kernels import launch
 from megatron_snip.statistics.optimizer_state import (
+    AdamTerms,
     Shard,
     gradient_of,
     is_sharded,
@@ -109,7 +111,8 @@ def gather_sensitivities(
             continue
         rows, cols, _ = sums[placement]
         factor, _ = sums[placement].shared(placement.kind)
-        row = (rows / num_replicas).rsqrt().float()
+        rows = rows if num_replicas == 1 else rows / num_replicas
+        row = rows.rsqrt().float()
         col = (cols / factor.sum()).rsqrt().float()
         found[placement] = Sensitivity(row, col, update_square, step_square, num_replicas)
     return found
@@ -183,6 +186,19 @@ class ShardSums(NamedTuple):
     def of(cls, weight: torch.nn.Parameter, shard: Shard | None) -> Self:
         """Return the sums of a weight's shard on this rank; zeros without one."""
         num_rows, num_cols = weight.shape
+        terms = None if shard is None else shard.adam_terms()
+        if shard is not None and terms is not None and _reads_moments_once(terms):
+            sums = launch.adam_sums(
+                terms.first,
+                terms.second,
+                shard.start,
+                (num_rows, num_cols),
+                offset=terms.offset,
+                factor=terms.factor,
+                scale=terms.scale,
+                learning_rate=shard.learning_rate,
+            )
+            return cls(*sums)
         new = partial(torch.zeros, dtype=torch.float64, device=weight.device)
         rows = new(num_rows)
         cols = new(num_cols)
@@ -219,6 +235,16 @@ class ShardSums(NamedTuple):
         """
         factor = self.cols if kind == "column" else self.rows
         return [factor, self.scalars]
+
+
+def _reads_moments_once(terms: AdamTerms) -> bool:
+    """Return whether kernels add up AdamW's moments; else PyTorch does, in many passes."""
+    # Transformer Engine's FusedAdam may keep moments in a quantized tensor, a class of its own.
+    are_plain = all(
+        type(x) is Tensor and x.dtype in launch.MOMENT_DTYPES and x.is_contiguous()
+        for x in (terms.first, terms.second)
+    )
+    return are_plain and launch.use_kernels(terms.second.device)
 
 
 def _add(parts: list[Tensor], group: Any) -> None:

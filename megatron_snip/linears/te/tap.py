@@ -7,12 +7,11 @@ GEMM, the weight may be stored quantized, and delayed scaling has scales of earl
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from megatron_snip.linears.planned_linear import PlannedTELinear
 from megatron_snip.linears.te.modules import (
     expert_sizes,
     input_is_split,
@@ -21,11 +20,32 @@ from megatron_snip.linears.te.modules import (
     output_is_split,
     weights_of,
 )
-from megatron_snip.statistics.observer import StepObserver
+from megatron_snip.linears.te.stored_weight import StoredWeights
+from megatron_snip.statistics.observer import DelayedScales, StepObserver
+from megatron_snip.topology import Placement
+
+
+class ObservedTELinear(Protocol):
+    """What is read of a linear: RecipeTELinear and SimulatedTELinear have it."""
+
+    @property
+    def module(self) -> Any:
+        """Megatron's module."""
+
+    @property
+    def placements(self) -> tuple[Placement, ...]:
+        """One placement per weight."""
+
+    @property
+    def stored(self) -> StoredWeights | None:
+        """Its weights where the job stores them quantized, or None."""
+
+    def delayed_scales(self, placement: Placement) -> DelayedScales | None:
+        """Return what returns its scales; None if it runs no delayed scaling."""
 
 
 def with_tap(
-    linear: PlannedTELinear,
+    linear: ObservedTELinear,
     observer: StepObserver | None,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
@@ -53,7 +73,7 @@ def with_tap(
     return _tapped(linear, observer, given["x"], output), bias
 
 
-def _tapped(linear: PlannedTELinear, observer: StepObserver, x: Tensor, output: Tensor) -> Tensor:
+def _tapped(linear: ObservedTELinear, observer: StepObserver, x: Tensor, output: Tensor) -> Tensor:
     """Return the output of a linear with one weight, with a tap on it."""
     module = linear.module
     scales = linear.delayed_scales(linear.placements[0])
@@ -70,7 +90,7 @@ def _tapped(linear: PlannedTELinear, observer: StepObserver, x: Tensor, output: 
 
 
 def _tapped_experts(
-    linear: PlannedTELinear, observer: StepObserver, x: Tensor, m_splits: Any, output: Tensor
+    linear: ObservedTELinear, observer: StepObserver, x: Tensor, m_splits: Any, output: Tensor
 ) -> Tensor:
     """Return the output of grouped experts, with a tap on each; an expert may have zero rows.
 
@@ -93,7 +113,7 @@ def _tapped_experts(
     return torch.cat(tapped)
 
 
-def _observed_weights(linear: PlannedTELinear) -> list[Tensor | Callable[[], Tensor]]:
+def _observed_weights(linear: ObservedTELinear) -> list[Tensor | Callable[[], Tensor]]:
     """Return the weights, each as `StepObserver.observe` takes it."""
     if linear.stored is None:
         return list(weights_of(linear.module))

@@ -64,9 +64,10 @@ quantize_dequantize(x, fmt, (1, 16))
 
 
 @pytest.mark.slow
-def test_kernels_agree_with_the_reference_in_the_interpreter():
+@pytest.mark.parametrize("name", ["test_bits.py", "test_adam.py", "test_observe.py"])
+def test_kernels_agree_with_pytorch_in_the_interpreter(name):
     pytest.importorskip("triton")
-    tests = Path(__file__).with_name("test_bits.py")
+    tests = Path(__file__).with_name(name)
     words = ["-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", tests]
     done = run_python(*words, cwd=ROOT, timeout=1200, TRITON_INTERPRET="1", OMP_NUM_THREADS="1")
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
