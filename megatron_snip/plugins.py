@@ -36,11 +36,16 @@ def load_plugins(modules: Iterable[str] = ()) -> None:
         modules: dotted names of further modules.
 
     Raises:
-        UsageError: if one cannot be imported.
+        UsageError: if one cannot be imported, or is not the name of a module.
     """
     for name in (*_installed(), *modules):
         if name in _loaded:
             continue
+        if not all(part.isidentifier() for part in name.split(".")):
+            raise UsageError(
+                f"'{name}' is not the name of a module; write it as in `import our_package.snip`",
+                field="plugins",
+            )
         try:
             _import(name)
         except (Exception, SystemExit) as error:  # whatever the import of a stranger's module does

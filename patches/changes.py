@@ -227,7 +227,7 @@ CHANGES = (
         ("megatron.core.transformer.module:MegatronModule.set_is_first_microbatch",),
         "megatron_snip/linears/te/fresh_weights.py",
         "Quantizes weights again in every step of a BF16 job that SNIP plans.",
-        f"{LM}/issues/5641 (mended for --te-precision-config-file in 0.19 by pull request 5642; a "
+        f"{LM}/issues/5641 (fixed for --te-precision-config-file in 0.19 by pull request 5642; a "
         "plan is not such a file)",
         "all",
         "when Megatron asks each module whether it quantizes (pull request 7353)",

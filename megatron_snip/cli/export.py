@@ -6,24 +6,19 @@ torchtitan     lists of fully qualified names for torchtitan's and torchao's fil
 modelopt       `hf_quant_config.json` of ModelOpt, which vLLM and other servers read
 yaml           {linear: option}
 
-torchtitan and Hugging Face models (ModelOpt, vLLM) split Megatron's fused linears: `linear_qkv`
-into query, key and value, `linear_fc1` into gate and up projection. The export has no names for
-routed experts and multi-token prediction. Sources: torchtitan's state_dict_adapter.py of Llama 3
-and DeepSeek V3 (0.2.2 has wq, wk and wv without `qkv_linear`), ModelOpt 0.47's
-`process_layer_quant_config`.
+translations.py has the names and formats of torchtitan and ModelOpt.
 """
 
 import argparse
-import bisect
-import itertools
 import json
 import re
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
-from megatron_snip.cli.common import check_output, integer, write_output
+from megatron_snip.cli.common import check_output, write_output
+from megatron_snip.cli.pipeline_flags import add_stage_flags, stage_layers_from
+from megatron_snip.cli.translations import modelopt_config, torchtitan_filters
 from megatron_snip.errors import UsageError
 from megatron_snip.flags import flag_name
 from megatron_snip.formats import FORMATS
@@ -34,56 +29,18 @@ from megatron_snip.linears.te.precision_config import (
     stage_paths,
 )
 from megatron_snip.linears.te.recipe import TERecipe, needed_precision
-from megatron_snip.linears.te.recipe_table import RECIPES, GemmRecipe, JobPrecision
+from megatron_snip.linears.te.recipe_table import RECIPES, JobPrecision
 from megatron_snip.linears.te.refusals import te_refusal
-from megatron_snip.options import BF16, Option, nearest_option
+from megatron_snip.options import Option, nearest_option
 from megatron_snip.output import yaml_text
 from megatron_snip.planning.plan import PrecisionPlan, read_plan
-from megatron_snip.planning.stage_layers import StageLayers, outer_layer
-from megatron_snip.types import split_linear_name
-from megatron_snip.version import __version__
 
 EXAMPLES = (
     "megatron-snip export runs/demo/plans/21.json --capability 10.0 --output OUT.yaml",
     "megatron-snip export runs/demo/plans/21.json --to torchtitan --output filters.json",
 )
 
-_PARENTS = {
-    "self_attention": ("attention", "self_attn"),
-    "mlp": ("feed_forward", "mlp"),
-    "mlp.shared_experts": ("moe.shared_experts", "mlp.shared_experts"),
-}
-# torchtitan has `wq`, `wk` and `wv` up to 0.2.2, and `qkv_linear` later. Both are listed: a name
-# that a model does not have matches nothing.
-_LINEARS = {
-    "linear_qkv": ("qkv_linear wq wk wv", "q_proj k_proj v_proj"),
-    "linear_q_proj": ("wq", "q_proj"),
-    "linear_q_down_proj": ("wq_a", "q_a_proj"),
-    "linear_q_up_proj": ("wq_b", "q_b_proj"),
-    "linear_kv_down_proj": ("wkv_a", "kv_a_proj_with_mqa"),
-    "linear_kv_up_proj": ("wkv_b", "kv_b_proj"),
-    "linear_proj": ("wo", "o_proj"),
-    "linear_fc1": ("w1 w3", "gate_proj up_proj"),
-    "linear_fc2": ("w2", "down_proj"),
-}
-"""Megatron's name -> torchtitan's and Hugging Face's."""
-
-
-def _known_recipes() -> dict[str, GemmRecipe]:
-    """Return {format: its first recipe} of the formats that torchtitan and ModelOpt have."""
-    known: dict[str, GemmRecipe] = {}
-    for recipe in RECIPES.values():
-        if recipe.converter:
-            for name in recipe.formats:
-                known.setdefault(name, recipe)
-    return known
-
-
-_KNOWN_RECIPES = _known_recipes()
-_TORCHTITAN_CONVERTERS = {name: recipe.converter for name, recipe in _KNOWN_RECIPES.items()}
-"""torchtitan's converter, by the format."""
-_MODELOPT_PARAMETERS = {name: recipe.modelopt for name, recipe in _KNOWN_RECIPES.items()}
-"""ModelOpt's parameters of a layer, by the format."""
+_TRANSLATIONS = {"torchtitan": torchtitan_filters, "modelopt": modelopt_config}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -121,109 +78,6 @@ def _values(kind: str, field: str) -> tuple[str, ...]:
     """Return what a run's `--fp8-recipe`, `--fp8-format` and so on can be."""
     runs = [recipe.precision for recipe in RECIPES.values() if recipe.precision.kind == kind]
     return tuple(dict.fromkeys(getattr(run, field) for run in runs))
-
-
-def add_stage_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the flags that `stage_layers_from` reads."""
-    group = parser.add_argument_group("pipeline")
-    text = "pipeline-parallel size [that of the plan or problem]"
-    group.add_argument("--pipeline-stages", metavar="P", type=integer, help=text)
-    text = (
-        "decoder layers of each model chunk, in forward order; m marks the chunk with multi-token "
-        "prediction, as in 2,2,0m,0 [that of the plan or problem; m: the last chunk]"
-    )
-    group.add_argument("--chunk-layers", metavar="N,N,...", type=_chunks, help=text)
-
-
-def stage_layers_from(
-    args: argparse.Namespace, names: Sequence[str], known: StageLayers | None, num_stages: int
-) -> StageLayers:
-    """Return the layers of each pipeline stage: those of the flags, else those that are known.
-
-    Args:
-        args: The parsed flags.
-        names: The linears.
-        known: The layers of each stage of the job that the plan or problem is of, or None.
-        num_stages: The number of stages of that job.
-
-    Raises:
-        UsageError: if the layers are not known, or do not add up.
-    """
-    chunks = args.chunk_layers
-    wanted = args.pipeline_stages
-    if known is not None:
-        num_stages = known.num_stages
-        if chunks is None and wanted in (None, num_stages):
-            return known
-    if wanted is None and chunks is not None and len(chunks) != num_stages:
-        raise UsageError(
-            f"--chunk-layers gives {len(chunks)} model chunks, and the number of pipeline stages "
-            f"known is {num_stages}; give --pipeline-stages"
-        )
-    num_stages = wanted or max(num_stages, 1)
-    layers: dict[str, tuple[str, int]] = {}
-    for name in names:
-        layer, block, _ = outer_layer(name)
-        layers[layer] = (block, int(layer.rpartition(".")[2]))
-    decoder = [number for block, number in layers.values() if block == "decoder"]
-    num_decoder = 1 + max(decoder, default=-1)
-    if chunks is None:
-        if num_stages > 1:
-            raise UsageError(
-                f"which layers each of the {num_stages} pipeline stages holds is not known; give "
-                f"the number of layers of each model chunk (together {num_decoder}): "
-                "--chunk-layers N,N,..."
-            )
-        chunks = ((num_decoder, True),)
-    return _counted_layers(layers, num_decoder, num_stages, chunks)
-
-
-def _counted_layers(
-    layers: Mapping[str, tuple[str, int]],
-    num_decoder: int,
-    num_stages: int,
-    chunks: Sequence[tuple[int, bool]],
-) -> StageLayers:
-    """Return the layers of each stage, from the number of layers of each model chunk.
-
-    Args:
-        layers: (block, number) of each layer.
-        num_decoder: number of decoder layers.
-        num_stages: pipeline-parallel size.
-        chunks: number of decoder layers of each chunk in forward order, and whether the layers of
-            multi-token prediction are there; chunk 0 of every stage comes first.
-
-    Raises:
-        UsageError: if the layers do not add up, or where a layer is cannot be known.
-    """
-    if len(chunks) % num_stages:
-        raise UsageError(
-            f"{len(chunks)} model chunks for {num_stages} pipeline stages; give the same number of "
-            "chunks for every stage"
-        )
-    given = sum(count for count, _ in chunks)
-    if given != num_decoder:
-        raise UsageError(
-            f"--chunk-layers gives {given} layers in {len(chunks)} chunks; the model has "
-            f"{num_decoder}"
-        )
-    with_mtp = [index for index, (_, has_mtp) in enumerate(chunks) if has_mtp]
-    if len(with_mtp) > 1:
-        raise UsageError("--chunk-layers: all layers of multi-token prediction are in one chunk")
-    tables: list[dict[str, int]] = [{} for _ in chunks]
-    ends = list(itertools.accumulate(count for count, _ in chunks))
-    for layer, (block, number) in layers.items():
-        if block == "decoder":
-            index = bisect.bisect_right(ends, number)
-            tables[index][layer] = number - (ends[index] - chunks[index][0])
-        elif block == "mtp" or len(chunks) == 1:
-            tables[with_mtp[0] if with_mtp else -1][layer] = number
-        else:
-            raise UsageError(
-                f"'{layer}': --chunk-layers counts layers of the decoder; export the plan of a run "
-                "with these pipeline stages, or give --pipeline-stages 1"
-            )
-    return StageLayers(tuple(tuple(tables[stage::num_stages]) for stage in range(num_stages)))
 
 
 def run(args: argparse.Namespace) -> int:
@@ -349,12 +203,6 @@ def _print_required_flags(
     print(f"Linears that the plan does not name {others}.")
 
 
-def _chunks(text: str) -> tuple[tuple[int, bool], ...]:
-    """Return (number of decoder layers, whether multi-token prediction is there) of each chunk."""
-    parts = text.split(",")
-    return tuple((integer(part.removesuffix("m"), least=0), part.endswith("m")) for part in parts)
-
-
 def _capability(text: str) -> tuple[int, int]:
     match = re.fullmatch(r"(\d{1,3})\.(\d{1,3})", text)
     if match is None:
@@ -374,77 +222,3 @@ def _recipes(plan: PrecisionPlan, machine: Machine) -> tuple[dict[Option, TEReci
         if instead != option:
             changes.append(f"{option} becomes {instead}: {te_refusal(option, machine)}")
     return recipes, changes
-
-
-def _torchtitan_filters(linears: Mapping[str, Option]) -> tuple[dict[str, Any], list[str]]:
-    """Return {converter: keyword arguments of its Config}, and a line for each replaced option.
-
-    torchtitan and torchao convert a linear whose fully qualified name contains an entry of `fqns`
-    (all converters but float8), or none of `filter_fqns` (float8). Converters without a linear are
-    left out, because an empty `fqns` would convert every linear. Output layer and routers are never
-    planned.
-    """
-    formats, changes = _renamed(linears, 0, "layers")
-    converters = {name: _TORCHTITAN_CONVERTERS.get(fmt) for name, fmt in formats.items()}
-    used = {converter for converter in converters.values() if converter is not None}
-    lists = {}
-    for converter in sorted(used - {"float8"}):
-        names = [name for name, own in converters.items() if own == converter]
-        lists[converter] = {"fqns": names}
-    if "float8" in used:
-        names = [name for name, own in converters.items() if own != "float8"]
-        lists["float8"] = {"filter_fqns": [*names, "output", "lm_head", "router.gate"]}
-    return lists, changes
-
-
-def _modelopt_config(linears: Mapping[str, Option]) -> tuple[dict[str, Any], list[str]]:
-    """Return the content of `hf_quant_config.json`, and a line for each replaced option.
-
-    Serving runs the forward pass, so each linear gets its format of fprop.
-    """
-    forward = {name: Option.uniform(option.fprop) for name, option in linears.items()}
-    formats, changes = _renamed(forward, 1, "model.layers")
-    layers = {}
-    for name, fmt in formats.items():
-        if fmt in _MODELOPT_PARAMETERS:  # not BF16
-            layers[name] = _MODELOPT_PARAMETERS[fmt]
-    quantization = {
-        "quant_algo": "MIXED_PRECISION",
-        "kv_cache_quant_algo": None,
-        "quantized_layers": layers,
-    }
-    producer = {"name": "megatron-snip", "version": __version__}
-    return {"producer": producer, "quantization": quantization}, changes
-
-
-def _renamed(
-    linears: Mapping[str, Option], column: int, prefix: str
-) -> tuple[dict[str, str], list[str]]:
-    """Return {new name: format, which may be bf16}, and a line for each replaced option.
-
-    Args:
-        linears: Option of each linear, by Megatron's name.
-        column: The column of `_PARENTS` and `_LINEARS`: 0 is torchtitan's, 1 Hugging Face's.
-        prefix: Path of the layers in the other program.
-    """
-    candidates = [Option.uniform(name) for name in _KNOWN_RECIPES]
-    found: dict[str, str] = {}
-    changes: dict[str, None] = {}
-    for name, option in linears.items():
-        block, layer, module = split_linear_name(name)
-        parent, _, linear = module.rpartition(".")
-        if block == "decoder" and parent in _PARENTS and linear in _LINEARS:
-            what = str(option)
-            instead = nearest_option(option, candidates)
-            for other in _LINEARS[linear][column].split():
-                new_name = f"{prefix}.{layer}.{_PARENTS[parent][column]}.{other}"
-                found[new_name] = instead.fprop
-        else:  # the other program has no name for this linear
-            what = f"{option} of {block} {module}"
-            instead = BF16
-        if instead != option:
-            changes[f"{what} becomes {instead}"] = None
-    return found, list(changes)
-
-
-_TRANSLATIONS = {"torchtitan": _torchtitan_filters, "modelopt": _modelopt_config}

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_snip.cli.common import check_output, write_output
-from megatron_snip.cli.export import add_stage_flags, stage_layers_from
+from megatron_snip.cli.pipeline_flags import add_stage_flags, stage_layers_from
 from megatron_snip.errors import UsageError, listing
 from megatron_snip.files import read_yaml
 from megatron_snip.formats import lowest_precision

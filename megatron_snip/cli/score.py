@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_snip.cli.common import new_table, write_output
-from megatron_snip.cli.export import add_stage_flags
 from megatron_snip.cli.import_ import recipe_of
+from megatron_snip.cli.pipeline_flags import add_stage_flags
 from megatron_snip.errors import UsageError, did_you_mean, listing
 from megatron_snip.files import read_yaml
 from megatron_snip.formats import get_format

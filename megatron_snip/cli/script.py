@@ -211,7 +211,7 @@ def read_argument_file(path: Path) -> list[str]:
 
 
 def _show_our_log() -> None:
-    """Print this package's log lines until somebody configures logging."""
+    """Print this package's log lines until logging is configured."""
     handler = logging.StreamHandler()
     handler.setFormatter(logging.Formatter("%(levelname)s %(name)s: %(message)s"))
     handler.addFilter(lambda record: not logging.getLogger().handlers)

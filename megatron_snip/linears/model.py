@@ -16,7 +16,7 @@ from megatron_snip.formats import Format
 from megatron_snip.linears.discovery import find_linears, own_linears
 from megatron_snip.linears.job import Job, job_of
 from megatron_snip.linears.megatron_linear import SimulatedMegatronLinear
-from megatron_snip.linears.planned_linear import PlannedLinear
+from megatron_snip.linears.planned_linear import PlannedLinear, PlannedTELinear
 from megatron_snip.linears.runtime import Runtime
 from megatron_snip.linears.te.fresh_weights import FreshWeights
 from megatron_snip.linears.te.fused_mlp import FusedMLP, fused_linears, fused_mlps
@@ -382,12 +382,12 @@ class PlannedModel:
 
 def _keeping_weights(
     linears: Sequence[PlannedLinear], modules: Container[torch.nn.Module]
-) -> list[RecipeTELinear | SimulatedTELinear]:
+) -> list[PlannedTELinear]:
     """Return the linears of a chunk that make something of their weights in every step.
 
     Transformer Engine's recipes quantize weights; a simulated linear copies stored ones.
     """
-    found: list[RecipeTELinear | SimulatedTELinear] = []
+    found: list[PlannedTELinear] = []
     for linear in linears:
         if linear.module not in modules:
             continue

@@ -10,7 +10,9 @@ from typing import Any, Protocol
 import torch
 
 from megatron_snip.config import Backend
+from megatron_snip.linears.te.stored_weight import StoredWeights
 from megatron_snip.options import Option
+from megatron_snip.statistics.observer import DelayedScales
 from megatron_snip.topology import Placement
 
 
@@ -53,3 +55,19 @@ class PlannedLinear(Protocol):
 
     def uninstall(self) -> None:
         """Restore the module; idempotent."""
+
+
+class PlannedTELinear(PlannedLinear, Protocol):
+    """A planned linear of Transformer Engine's, in either backend.
+
+    Attributes:
+        stored: its weights, where the job stores them quantized, or None.
+    """
+
+    stored: StoredWeights | None
+
+    def begin_step(self) -> None:
+        """Drop what was made of the weights of the step before."""
+
+    def delayed_scales(self, placement: Placement) -> DelayedScales | None:
+        """Return what returns a weight's scales; None if it runs no delayed scaling."""

@@ -15,7 +15,7 @@ solve         rank 0's solver: a problem in, a plan out
 guard         runs an iteration, again under another plan if the loss demands it
 loss_monitor  which loss is a spike, and whether the plan is to blame
 step          the forward-backward call itself: its data, loss and gradients
-step_times    the mean time of ordinary iterations under a plan
+step_times    the mean time of baseline steps under a plan
 evaluation    how evaluations are called, in which precision they run, what the plan costs them
 alerts        linears beyond the thresholds of `--snip-alert`
 metrics       one iteration's loss, gradient norm, learning rate and speed

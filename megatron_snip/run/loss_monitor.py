@@ -133,7 +133,7 @@ class LossMonitor(Record):
             num_spikes += 1
         elif loss <= (watch.level + watch.limit) / 2:
             num_spikes = 0
-        # Within a series of spikes, losses below the limit are not ordinary ones either.
+        # Within a series of spikes, losses below the limit are no baseline either.
         recent = with_loss if num_spikes == 0 else self.recent
         left = watch.left - 1
         # A series of spikes is watched to its end, but not forever: a loss that stays between

@@ -244,6 +244,7 @@ class StepObserver:
                 self._sums.count(placement, call.num_tokens)
                 flat = grad.detach().reshape(-1, grad.shape[-1])
                 delayed = self._delayed(delayed_scales)
+                # X and W were multiplied with the scales of the forward, G with those of now.
                 for fmt, scales in forward_scales.items():
                     delayed[fmt] = torch.cat([scales[:2], delayed[fmt][2:]])
                 self._measure(call, kept, flat, delayed)

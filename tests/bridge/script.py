@@ -24,10 +24,15 @@ for module in TAKE_LONG:
 
 
 def run_script(words: list[str], environment: dict[str, str], plain: bool) -> None:
-    """Run `python -m megatron_snip WORDS`, or `python WORDS` with the CPU patch alone."""
+    """Run `python -m megatron_snip WORDS`, or `python WORDS` with the CPU patch alone.
+
+    TINY_WITHOUT_SNIP: the rank whose command line has `--no-snip`.
+    """
     from megatron_snip.__main__ import main
 
     os.environ.update(environment, LOCAL_WORLD_SIZE=os.environ["WORLD_SIZE"])
+    if os.environ["RANK"] == environment.get("TINY_WITHOUT_SNIP"):
+        words = [*words, "--no-snip"]
     if "wandb" in sys.modules:  # a rank that ended has removed what all inherit
         from wandb.sdk.data_types._private import MEDIA_TMP
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.bridge.lab import SCRIPT, Lab
+from tests.bridge.lab import SCRIPT, SNIP, Lab
 
 MISTAKES = {
     "flags and a callback": (
@@ -39,3 +39,10 @@ def test_a_mistake_ends_in_one_line(lab: Lab, mistake: str) -> None:
     assert len(errors) == 1 and text in errors[0], run.report
     assert "Traceback" not in run.report
     assert run.logs[0].splitlines()[-1] == errors[0], run.report
+
+
+def test_a_rank_without_snip_ends_the_job_with_a_line_that_names_it(lab: Lab) -> None:
+    run = lab.run("llama-tp2", SNIP, {"TINY_WITHOUT_SNIP": "1"})
+    assert run.statuses[0] == 2, run.report
+    line = "--snip is missing on rank 1; start all ranks with the same flags and files"
+    assert run.logs[0].count(line) == 1 and "Traceback" not in run.logs[0], run.report

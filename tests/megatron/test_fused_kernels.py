@@ -1,7 +1,7 @@
 """Kernels that jobs on GPUs have by default, or for speed, by stand-ins that compute the same.
 
-Weight gradients added in a GEMM (gradient accumulation fusion), and Adam on the remainders of BF16
-weights.
+Weight gradients added in a GEMM (gradient accumulation fusion), SwiGLU of experts in fused
+operations, and Adam on the remainders of BF16 weights.
 """
 
 import pytest
@@ -9,6 +9,8 @@ import pytest
 from tests.megatron.fast_flags import GATHERED_BF16, MXFP8, SHORT, SMALL
 from tests.megatron.lab import COLLECT_ONLY, SNIP, Lab, applied_plans, logged, weights
 
+FUSED_EXPERTS = {"NVTE_CUTEDSL_FUSED_GROUPED_MLP": "1"}
+"""With it Megatron 0.19.2 fuses gated experts."""
 FUSED_WGRAD = {"TINY_FUSED_WGRAD": "1"}
 BF16_FP8 = ["--snip-formats", "bf16,fp8"]
 PRECISE = ["--use-precision-aware-optimizer"]
@@ -17,6 +19,7 @@ JOBS = {
     "wgrad": ("te dp2", [], FUSED_WGRAD),
     "wgrad, experts": ("te ep2", [*MXFP8], FUSED_WGRAD),
     "wgrad, stored MXFP8": ("te dp2", [*GATHERED_BF16], FUSED_WGRAD),
+    "SwiGLU of experts": ("te ep2", [*MXFP8, "--use-transformer-engine-op-fuser"], FUSED_EXPERTS),
     "Adam on remainders": ("te dp2", PRECISE, {}),
 }
 

@@ -2,6 +2,9 @@
 
 import pytest
 import torch
+import transformer_engine.common.recipe as te_recipes
+import transformer_engine.pytorch as te
+import transformer_engine.pytorch.ops.basic.grouped_linear as grouped_linear_module
 import transformer_engine_torch as tex
 from torch import Tensor
 
@@ -33,6 +36,37 @@ def test_scaled_swiglu_and_its_gradients(interleave: int) -> None:
         assert value.dtype == torch.bfloat16
         torch.testing.assert_close(value.to(F64), exact.detach(), rtol=2**-8, atol=1e-5)
     assert tex.scaled_dswiglu(grad, x, scales, None, interleave, False)[1] is None
+
+
+RECIPES = {"bf16": None, "mxfp8": "MXFP8BlockScaling", "fp8": "Float8CurrentScaling"}
+SIZES = [64, 0, 160]
+"""Tokens of three experts."""
+
+
+def grouped_linear(recipe: str | None, is_grouped: bool) -> list[Tensor]:
+    """Y, dX and dW of an operation, with the operands of all experts in one tensor or not."""
+    torch.manual_seed(3)
+    op = te.ops.GroupedLinear(3, 64, 96, bias=False, device="cpu", dtype=torch.bfloat16)
+    x = torch.randn(sum(SIZES), 64).bfloat16().requires_grad_()
+    grad = torch.randn(sum(SIZES), 96).bfloat16()
+    made = None if recipe is None else getattr(te_recipes, recipe)()
+    with pytest.MonkeyPatch.context() as patch:
+        name = "is_op_fuser_grouped_tensor_path_supported"
+        patch.setattr(grouped_linear_module, name, lambda *_: is_grouped)
+        with te.autocast(enabled=made is not None, recipe=made):
+            y = op(x, torch.tensor(SIZES))
+        y.backward(grad)
+    grads = [weight.grad for weight in op.parameters()]
+    return [y.detach(), x.grad, *grads]
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_experts_in_one_tensor_are_experts_in_tensors_of_their_own(recipe: str) -> None:
+    found = grouped_linear(RECIPES[recipe], is_grouped=True)
+    wanted = grouped_linear(RECIPES[recipe], is_grouped=False)
+    assert len(found) == 5
+    for one, other in zip(found, wanted, strict=True):
+        assert torch.equal(one, other)
 
 
 def test_adam_on_halves_of_master_weights_is_adam_on_master_weights() -> None:

@@ -116,6 +116,15 @@ def test_what_cannot_be_imported_is_named() -> None:
         make_config({"plugins": "no_such_module"})
 
 
+@pytest.mark.parametrize("name", [".", "../ours", "our-plugin", "ours.py/snip", "a..b"])
+def test_what_is_no_name_of_a_module_is_refused_without_a_traceback(
+    name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with pytest.raises(UsageError, match=r"plugins: '.*' is not the name of a module; write it as"):
+        make_config({"plugins": name})
+    assert caplog.records == []
+
+
 def test_a_module_that_ends_the_process_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,19 +1,13 @@
 """Quantized weights that are made anew in every step, also where Megatron does not say so."""
 
 from collections.abc import Callable, Collection
-from typing import Any, Protocol
+from typing import Any
 
 from megatron_snip.errors import UnsupportedError
+from megatron_snip.linears.planned_linear import PlannedTELinear
 
 _FIRST_MICROBATCH = "set_is_first_microbatch"
 """What Megatron's schedules call on each model chunk when a step begins."""
-
-
-class KeepsWeights(Protocol):
-    """A linear that makes something of its weights and keeps it within a step."""
-
-    def begin_step(self) -> None:
-        """Drop what was made of the weights of the step before."""
 
 
 class FreshWeights:
@@ -31,7 +25,7 @@ class FreshWeights:
     microbatch.
     """
 
-    def __init__(self, chunk: Any, linears: Collection[KeepsWeights]) -> None:
+    def __init__(self, chunk: Any, linears: Collection[PlannedTELinear]) -> None:
         """Check the chunk.
 
         Args:

@@ -59,7 +59,7 @@ class Machine:
         job: the low precision that the job has by default.
         backward_override: what Transformer Engine runs dgrad and wgrad of every quantized linear
             in: `high_precision` (BF16), `dequantized` (BF16, of W and X as fprop rounded them), or
-            empty: as the recipe says.
+            empty: as in the recipe.
     """
 
     capability: tuple[int, int] | None = None
@@ -240,7 +240,7 @@ def forward_only(option: Option) -> Option:
 def te_recipe(option: Option, machine: Machine) -> TERecipe:
     """Return the recipe that runs an option under Transformer Engine; `te_refusal` must be None."""
     if machine.backward_override:
-        option = Option.uniform(option.fprop)  # dgrad and wgrad are BF16 whatever it says
+        option = Option.uniform(option.fprop)  # dgrad and wgrad are BF16 in any case
     recipe = TERecipe(*(te_support(name, machine)[0] for name in option.formats))
     assert all(recipe), f"{option} on {machine}"
     return recipe

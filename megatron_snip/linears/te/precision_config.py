@@ -28,7 +28,7 @@ from megatron_snip.files import checked
 from megatron_snip.linears.te.recipe import RecipeFields, TERecipe, storage_fields
 from megatron_snip.options import BF16, Option
 from megatron_snip.output import yaml_text
-from megatron_snip.planning.stage_layers import StageLayers
+from megatron_snip.planning.stage_layers import MAX_STAGE, StageLayers
 from megatron_snip.types import glob_pattern, has_wildcards
 
 _TRAINING = "training_recipe"
@@ -154,7 +154,7 @@ class _Config(BaseModel, extra="forbid"):
 class _Purpose(BaseModel):
     """What an exported file is for."""
 
-    pipeline_stage: Annotated[int, Field(ge=0)] | None = None
+    pipeline_stage: Annotated[int, Field(ge=0, le=MAX_STAGE)] | None = None
     stage_layers: StageLayers | None = None
 
 

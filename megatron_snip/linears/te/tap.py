@@ -7,11 +7,12 @@ GEMM, the weight may be stored quantized, and delayed scaling has scales of earl
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from megatron_snip.linears.planned_linear import PlannedTELinear
 from megatron_snip.linears.te.modules import (
     expert_sizes,
     input_is_split,
@@ -20,32 +21,11 @@ from megatron_snip.linears.te.modules import (
     output_is_split,
     weights_of,
 )
-from megatron_snip.linears.te.stored_weight import StoredWeights
-from megatron_snip.statistics.observer import DelayedScales, StepObserver
-from megatron_snip.topology import Placement
-
-
-class ObservedTELinear(Protocol):
-    """What is read of a linear: RecipeTELinear and SimulatedTELinear have it."""
-
-    @property
-    def module(self) -> Any:
-        """Megatron's module."""
-
-    @property
-    def placements(self) -> tuple[Placement, ...]:
-        """One placement per weight."""
-
-    @property
-    def stored(self) -> StoredWeights | None:
-        """Its weights where the job stores them quantized, or None."""
-
-    def delayed_scales(self, placement: Placement) -> DelayedScales | None:
-        """Return what returns its scales; None if it runs no delayed scaling."""
+from megatron_snip.statistics.observer import StepObserver
 
 
 def with_tap(
-    linear: ObservedTELinear,
+    linear: PlannedTELinear,
     observer: StepObserver | None,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
@@ -73,7 +53,7 @@ def with_tap(
     return _tapped(linear, observer, given["x"], output), bias
 
 
-def _tapped(linear: ObservedTELinear, observer: StepObserver, x: Tensor, output: Tensor) -> Tensor:
+def _tapped(linear: PlannedTELinear, observer: StepObserver, x: Tensor, output: Tensor) -> Tensor:
     """Return the output of a linear with one weight, with a tap on it."""
     module = linear.module
     scales = linear.delayed_scales(linear.placements[0])
@@ -90,7 +70,7 @@ def _tapped(linear: ObservedTELinear, observer: StepObserver, x: Tensor, output:
 
 
 def _tapped_experts(
-    linear: ObservedTELinear, observer: StepObserver, x: Tensor, m_splits: Any, output: Tensor
+    linear: PlannedTELinear, observer: StepObserver, x: Tensor, m_splits: Any, output: Tensor
 ) -> Tensor:
     """Return the output of grouped experts, with a tap on each; an expert may have zero rows.
 
@@ -113,7 +93,7 @@ def _tapped_experts(
     return torch.cat(tapped)
 
 
-def _observed_weights(linear: ObservedTELinear) -> list[Tensor | Callable[[], Tensor]]:
+def _observed_weights(linear: PlannedTELinear) -> list[Tensor | Callable[[], Tensor]]:
     """Return the weights, each as `StepObserver.observe` takes it."""
     if linear.stored is None:
         return list(weights_of(linear.module))

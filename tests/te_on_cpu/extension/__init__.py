@@ -17,6 +17,7 @@ from tests.te_on_cpu.extension import (
     activations,
     enums,
     gemm,
+    grouped,
     layout,
     machine,
     norms,
@@ -28,7 +29,8 @@ from tests.te_on_cpu.extension import (
 )
 
 _SUBJECTS = (
-    *(activations, gemm, layout, machine, norms, optimizers, quantize, recipe, shards, softmax),
+    *(activations, gemm, grouped, layout, machine, norms, optimizers),
+    *(quantize, recipe, shards, softmax),
 )
 _NAMES = (Path(__file__).parent / "names.txt").read_text().split()
 """The functions of the extension (pybind.cpp and what it includes)."""

@@ -23,7 +23,8 @@ from tests.te_on_cpu.extension.operands import values_of
 from tests.te_on_cpu.extension.quantize import quantize
 
 
-def _product(A: Any, trans_a: bool, B: Any, trans_b: bool) -> Tensor:
+def product(A: Any, trans_a: bool, B: Any, trans_b: bool) -> Tensor:
+    """Return op(B) op(A) in FP32."""
     a = values_of(A, columnwise=not trans_a)
     b = values_of(B, columnwise=trans_b)
     contraction_a = a.shape[1] if trans_a else a.shape[0]
@@ -68,7 +69,7 @@ def generic_gemm(
     """
     if comm_overlap is not None:
         raise NotImplementedError("generic_gemm with comm_overlap does not run on the CPU")
-    out = alpha * _product(A, transA, B, transB)
+    out = alpha * product(A, transA, B, transB)
     dtype = torch_dtype(output_dtype) if output_dtype is not None else A.dtype
     if not transB:
         out = out.reshape(*tuple(B.size())[:-1], out.shape[-1])
@@ -139,7 +140,7 @@ def te_general_grouped_gemm(
     """gemm.cpp:470: one GEMM per expert, into D[i] or into successive rows of D[0]."""
     start = 0
     for i, (a, b) in enumerate(zip(A, B, strict=True)):
-        out = _product(a, transa, b, transb)
+        out = product(a, transa, b, transb)
         if single_output:
             target = D[0].view(-1)[start : start + out.numel()].view(out.shape)
             start += out.numel()

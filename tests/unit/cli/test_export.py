@@ -225,6 +225,14 @@ def test_files_that_are_not_all_stages_are_refused(
     assert not Path("back.json").exists()
 
 
+def test_a_stage_that_no_pipeline_has_is_one_short_line(folder: Path, refused: Any) -> None:
+    Path("out.yaml").write_text(f"pipeline_stage: {10**390}\nmatchers: {{}}\n")
+    words = ["out.yaml", "--problem", "problem.json", "--output", "back.json"]
+    text = refused("import", *words)
+    assert "'out.yaml': pipeline_stage: must be less than or equal to 9999" in text
+    assert len(text) < 300
+
+
 def test_a_file_for_all_stages_says_of_which_layers(
     uneven: Path, printed: Any, imported: Any
 ) -> None:

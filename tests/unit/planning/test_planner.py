@@ -71,6 +71,13 @@ def test_stages_of_very_different_work_share_a_target() -> None:
     assert options_of(plan) == ["fp4", "fp8", "fp4", "fp8"]
 
 
+def test_losses_too_small_to_be_scaled_count_as_equal() -> None:
+    tiny = 5e-324
+    losses = [[0.0, tiny], [tiny, 2 * tiny], [0.0, 3 * tiny], [0.0, tiny]]
+    plan = make_plan(problem_of(losses, 0.5, flops=[tiny] * 4), PlanSettings())
+    assert plan.efficiency == 0.5 and plan.objective is not None and plan.objective <= 7 * tiny
+
+
 def test_the_time_limit_still_gives_a_plan() -> None:
     random = np.random.default_rng(2)
     losses = [[0.0, *(random.lognormal(0, 2, 2))] for _ in range(400)]
