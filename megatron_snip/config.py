@@ -207,6 +207,12 @@ class PlanFields(Section):
     as well: those of --te-precision-config-file and --first-last-layers-bf16. A pin goes before
     them, and GLOB=free gives such linears to the planner."""
 
+    small_linears: Literal["plan", "job"] = "plan"
+    """Linears that are so small on each rank that Transformer Engine's low formats may be slower
+    there than BF16. `plan`: the planner decides; with --snip-cost flops they count as savings, and
+    one line names them. `job`: they keep what the job runs. The limits of N and K are published for
+    H100; --snip-cost time measures this machine."""
+
     change_penalty: Annotated[float, Field(ge=0.0, le=1e150)] = 0.0
     """Price of each linear that changes its option at a refresh, in units of quality loss. The
     uniform plan in the lowest precision has quality loss 1 + weight_lambda."""

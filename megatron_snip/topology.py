@@ -124,6 +124,13 @@ class Placement:
         )
 
     @property
+    def shard_shape(self) -> tuple[int, int]:
+        """(out_features, in_features) of the weight that this rank multiplies."""
+        if self.kind == "column":
+            return self.out_features // self.tp.size, self.in_features
+        return self.out_features, self.in_features // self.tp.size
+
+    @property
     def instance(self) -> str:
         """The name, made distinct per expert."""
         return self.name if self.expert is None else f"{self.name}#{self.expert}"

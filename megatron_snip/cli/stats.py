@@ -1,6 +1,7 @@
 """`megatron-snip stats`: what one refresh of a run measured, as a table or JSON.
 
-Works on any run with refreshes, also on one that only measures (--snip-collect-only).
+Works on any run with refreshes, also on one that only measures (--snip-collect-only). With
+`--precision`: what every linear of a run really ran.
 """
 
 import argparse
@@ -8,6 +9,7 @@ import contextlib
 import json
 import math
 import sys
+from dataclasses import astuple, fields
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,11 @@ from megatron_snip.files import read_json
 from megatron_snip.options import Option
 from megatron_snip.output import console, csv_text
 from megatron_snip.reporting.metrics_file import read_metrics
+from megatron_snip.reporting.precision_record import (
+    LinearPrecision,
+    PrecisionRecord,
+    read_precision,
+)
 from megatron_snip.reporting.run_record import (
     Divergences,
     check_run_directory,
@@ -34,6 +41,7 @@ EXAMPLES = (
     "megatron-snip stats runs/demo",
     "megatron-snip stats runs/demo --iteration 56 --sort weight",
     "megatron-snip stats runs/demo --health",
+    "megatron-snip stats runs/demo --precision --iteration 30",
     "megatron-snip stats runs/demo --csv",
     "megatron-snip stats runs/demo --json | jq '.linears[0].statistics'",
 )
@@ -43,30 +51,45 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags."""
     add = parser.add_argument
     add("run", metavar="RUN", type=Path, help="a run's directory")
-    add("--iteration", metavar="N", type=integer, help="iteration of the refresh [the last]")
+    text = "iteration of the refresh; with --precision any iteration [the last]"
+    add("--iteration", metavar="N", type=integer, help=text)
     text = (
         "order of the rows: the model's, or largest first by the loss divergence, the weight "
         "divergence, the relative change of the linear's own update (local), the relative "
         "quantization error of the operands (error) or the gradient noise (noise) [model]"
     )
     add("--sort", choices=("model", *COLUMNS), default="model", help=text)
-    add("--health", action="store_true", help="the worst linears by each measure of health")
+    kind = parser.add_mutually_exclusive_group().add_argument
+    kind("--health", action="store_true", help="the worst linears by each measure of health")
+    text = "what every linear ran: option, recipe, storage of the weight, and what fixed it"
+    kind("--precision", action="store_true", help=text)
     form = parser.add_mutually_exclusive_group().add_argument
-    text = "all values of each measure of health as CSV, worst first"
+    text = "all values of each measure of health as CSV, worst first; or those of --precision"
     form("--csv", action="store_true", help=text)
     form("--json", action="store_true", help="print the file that is read, only")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print one refresh's statistics; return 0.
+    """Print one refresh's statistics, or what linears ran; return 0.
 
     Raises:
         UsageError: if the run, the iteration or the file is missing or bad.
     """
-    if args.sort != "model" and (args.health or args.csv or args.json):
+    if args.sort != "model" and (args.health or args.precision or args.csv or args.json):
         raise UsageError(
-            "--sort orders the table of divergences; --health, --csv and --json do not"
+            "--sort orders the table of divergences; --health, --precision, --csv and --json do not"
         )
+    if args.precision:
+        path = _precision_file(args.run, args.iteration)
+        precision = read_precision(path)
+        if args.json:
+            print(json.dumps(read_json(path, "precision file"), indent=1))
+        elif args.csv:
+            names = [field.name for field in fields(LinearPrecision)]
+            sys.stdout.write(csv_text([names, *map(astuple, precision.linears)]))
+        else:
+            _print_precision(precision)
+        return 0
     kind = "health" if args.health or args.csv else "divergences"
     path = _find(args.run / kind, args.iteration)
     value = read_json(path, f"{kind} file")
@@ -144,6 +167,35 @@ def _print_health(health: HealthTable) -> None:
         for each, value in zip(worst, values, strict=True):
             table.add_row(each.linear, each.tensor, each.format, value)
         out.print(table)
+
+
+def _print_precision(record: PrecisionRecord) -> None:
+    names = ("linear", "option", "recipe", "weight storage", "fixed by")
+    table = new_table(names)
+    for each in record.linears:
+        ran = f"{each.backend}: {each.recipe}"
+        table.add_row(each.name, each.option, ran, each.weight_storage, each.fixed or "")
+    out = console()
+    plan = f"plans/{record.plan_iteration}.json"
+    out.print(f"from iteration {record.iteration} on, under {plan}")
+    out.print(table)
+    for line in (*record.summary(), *(f"no linear for {rule}" for rule in record.unused_rules)):
+        out.print(line, soft_wrap=True)
+
+
+def _precision_file(run: Path, iteration: int | None) -> Path:
+    """Return the file of what a run's linears ran in an iteration, by default the last one."""
+    check_run_directory(run)
+    files = numbered_files(run / "precision")
+    if not files:
+        raise UsageError(
+            f"'{run}' has no precision/<iteration>.json: until the first plan other than the job's "
+            "own precision, linears run what the job runs"
+        )
+    known = [at for at in files if iteration is None or at <= iteration]
+    if not known:
+        raise UsageError(f"--iteration: the first plan of '{run}' ran at iteration {min(files)}")
+    return files[max(known)]
 
 
 def _find(folder: Path, iteration: int | None) -> Path:

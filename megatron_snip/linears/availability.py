@@ -9,7 +9,7 @@ Whether a plan for the target exists is another question (run/feasibility.py). d
 the table. Callers log the texts that are returned.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 from megatron_snip.config import FREE, SnipConfig
@@ -17,6 +17,7 @@ from megatron_snip.divergence.quality_loss import unmeasured_problem
 from megatron_snip.errors import UnsupportedError, UsageError, listing
 from megatron_snip.linears.auto_formats import Pairs, RefusalsOf, alternatives, resolve_formats
 from megatron_snip.linears.job import Job
+from megatron_snip.linears.small import small_linears
 from megatron_snip.linears.te.machine import Machine, te_support
 from megatron_snip.linears.te.recipe_table import RECIPES
 from megatron_snip.options import BF16, Option, Refusals, nearest_option, reasons
@@ -36,12 +37,14 @@ class AvailableOptions:
         refusals: which linears cannot run an option, and why.
         warnings: one line per option that some or all linears cannot run, and per rule without
             effect.
+        hints: lines about settings that may suit the model better.
         calibration: seconds of every option that is not refused, if time is the objective. Then
             `refusals` has the options that are not faster than BF16 as well.
         job: what the job itself runs.
         lowest_format: the format that the efficiency target counts.
         fixed: the linears whose option is fixed.
         pins: the rules among them, as the planner reads them.
+        unused_rules: rules of the job and pins that decide for no linear, each with its source.
         formats_why: why `auto` takes others than the two lowest formats; empty if it does not.
         alternatives: pairs of formats that Transformer Engine has on this machine; `refusals` has
             their options as well.
@@ -50,11 +53,13 @@ class AvailableOptions:
     options: tuple[Option, ...]
     refusals: Refusals
     warnings: tuple[str, ...] = ()
+    hints: tuple[str, ...] = ()
     calibration: CalibrationTable | None = None
     job: Job = field(default_factory=lambda: Job({}))
     lowest_format: str = "bf16"
     fixed: FixedLinears = field(default_factory=dict)
     pins: tuple[tuple[str, str], ...] = ()
+    unused_rules: tuple[str, ...] = ()
     formats_why: str = ""
     alternatives: Pairs = field(default_factory=dict)
 
@@ -213,6 +218,8 @@ def _with_fixed_linears(config: SnipConfig, available: AvailableOptions) -> Avai
         `GLOB=free`         nothing: the job's own rules do not count
         a rule of the job   what the job runs there
         a tie to such one   the same option
+        it is small         what the job runs there, with `--snip-small-linears job`
+        a tie to such one   the same option
         no other choice     what the job runs there
 
     Args:
@@ -227,23 +234,32 @@ def _with_fixed_linears(config: SnipConfig, available: AvailableOptions) -> Avai
     job = available.job
     names = [linear.name for linear in job.linears]
     fixed, warnings = _pinned(config, names, available)
-    freed = {name for glob in config.free_globs for name in _matching(names, glob)}
+    freed_by = {glob: _matching(names, glob) for glob in config.free_globs}
+    freed = {name for matching in freed_by.values() for name in matching}
     for name, rule in job.rules.items():
         if name not in freed:
             fixed.setdefault(name, Fixed(job.options[name], rule))
+    _fix_ties(fixed, job, names)
+    small, hints = _small(config, available, {*freed, *fixed})
+    if config.small_linears == "job":
+        fixed |= {name: Fixed(job.options[name], Source.SMALL) for name in small}
+        _fix_ties(fixed, job, names)
+        hints = ()
     for name in names:
-        for other in job.tied_to(name):
-            if other in fixed:
-                fixed.setdefault(name, Fixed(fixed[other].option, Source.TIE))
         runs = available.runnable(name)
         if set(runs) <= {job.options[name]} and len(runs) < len(available.options):
             fixed.setdefault(name, Fixed(job.options[name], Source.LIMIT))
     in_order = {name: fixed[name] for name in names if name in fixed}
-    if freed and freed.isdisjoint(job.rules):
-        warnings.append(
-            f"--snip-pins {config.free_globs[0]}={FREE} frees nothing: no rule of the job fixes "
-            "such a linear"
-        )
+    unused = [f"{Source.FILE}: {rule}" for rule in job.unused_rules]
+    for glob, matching in freed_by.items():
+        if job.rules.keys().isdisjoint(matching):
+            pin = f"{glob}={FREE}"
+            unused.append(f"{Source.PIN}: {pin}")
+            warnings.append(
+                f"{Source.PIN} {pin} frees nothing: no rule of the job fixes such a linear"
+            )
+    if config.small_linears == "job" and not small:
+        unused.append(str(Source.SMALL))
     if job.unused_rules:
         warnings.append(
             f"{len(job.unused_rules)} rules of {Source.FILE} decide for no module of any rank: "
@@ -253,8 +269,53 @@ def _with_fixed_linears(config: SnipConfig, available: AvailableOptions) -> Avai
         available,
         fixed=in_order,
         pins=fixed_pins(in_order, names, config.pin_pairs),
+        unused_rules=tuple(unused),
         warnings=(*available.warnings, *warnings),
+        hints=hints,
     )
+
+
+def _fix_ties(fixed: dict[str, Fixed], job: Job, names: Sequence[str]) -> None:
+    """Fix the linears that are tied to fixed ones, to the same option."""
+    for name in names:
+        for other in job.tied_to(name):
+            if other in fixed:
+                fixed.setdefault(name, Fixed(fixed[other].option, Source.TIE))
+
+
+def _small(
+    config: SnipConfig, available: AvailableOptions, decided: Collection[str]
+) -> tuple[list[str], tuple[str, ...]]:
+    """Return the small linears that a plan may move to the lowest precision, and hints.
+
+    Args:
+        config: the run's settings.
+        available: what the linears can run.
+        decided: linears that the user or the job has decided about.
+    """
+    job = available.job
+    lowest = Option.uniform(config.lowest_format)
+    recipe = te_support(lowest.fprop, job.machine)[0] if job.backend == "te" else ""
+    if not recipe:
+        return [], ()
+    found = {
+        name: why
+        for name, why in small_linears(job.shard_shapes, recipe).items()
+        if name not in decided and available.why_not(name, lowest) is None
+    }
+    moved = [name for name in found if job.options[name] != lowest]
+    if not found or config.cost != "flops" or config.collect_only:
+        return moved, ()
+    names = list(found)
+    remedy = f"{Source.SMALL} keeps what the job runs"
+    if not moved:  # the job runs the lowest precision there
+        remedy = f"--snip-pins {names[0]}={BF16} takes one out"
+    hint = (
+        f"{len(names)} linears are small, and {lowest} may be slower there than bf16. --snip-cost "
+        f"flops counts them as savings: {listing(names, 3)}: {found[names[0]]}; --snip-cost time "
+        f"counts measured seconds, and {remedy}"
+    )
+    return moved, (hint,)
 
 
 def _pinned(

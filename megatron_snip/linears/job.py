@@ -35,6 +35,8 @@ class Job:
         backend: what runs the linears; te if any rank's are Transformer Engine's.
         machine: what decides how Transformer Engine's linears run.
         has_varying_tokens: whether the tokens of a microbatch vary or are not known.
+        shard_shapes: (out_features N, in_features K) of the weight that a rank multiplies, of each
+            linear.
     """
 
     options: Mapping[str, Option]
@@ -47,6 +49,7 @@ class Job:
     backend: Backend = "simulate"
     machine: Machine = field(default_factory=Machine)
     has_varying_tokens: bool = False
+    shard_shapes: Mapping[str, tuple[int, int]] = field(default_factory=dict)
 
     def tied_to(self, name: str) -> tuple[str, ...]:
         """Return the linears that have the option of this one, itself among them."""
@@ -88,11 +91,13 @@ def job_of(
     ties: set[tuple[str, ...]] = set()
     num_experts: dict[str, int] = {}
     decides: dict[str, bool] = {}
+    shapes: dict[str, tuple[int, int]] = {}
     for rank in facts:
         options |= {name: Option.parse(text) for name, text in rank["options"].items()}
         rules |= {name: Source(text) for name, text in rank["rules"].items()}
         ties |= {tuple(names) for names in rank["ties"]}
         num_experts |= rank["experts"]
+        shapes |= {name: (n, k) for name, (n, k) in rank["shapes"].items()}
         # A rule may match modules of another pipeline stage alone.
         for rule, does in rank["file"].items():
             decides[rule] = does or decides.get(rule, False)
@@ -108,4 +113,5 @@ def job_of(
         "te" if any(rank["has_te"] for rank in facts) else "simulate",
         machine,
         has_varying_tokens,
+        shapes,
     )

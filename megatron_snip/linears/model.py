@@ -34,6 +34,7 @@ from megatron_snip.linears.te.simulated import SimulatedTELinear
 from megatron_snip.options import BF16, Option, Refusals
 from megatron_snip.planning.fixed import FixedLinears
 from megatron_snip.planning.plan import PrecisionPlan
+from megatron_snip.reporting.precision_record import LinearPrecision, PrecisionRecord
 from megatron_snip.statistics.sharded import local
 from megatron_snip.topology import LinearInfo, Placement, Topology
 
@@ -73,7 +74,7 @@ class PlannedModel:
         self.changes: Counter[str] = Counter()
         self._options: Mapping[str, Option] = {}
         # (recipe, backend, weight storage) by linear and option; the same on all ranks.
-        self._resolved: dict[tuple[str, str], tuple[str, ...]] = {}
+        self._resolved: dict[tuple[str, str], tuple[str, str, str]] = {}
         self.backend: Backend = "simulate"
         self.machine: Machine
         self.linears: list[PlannedLinear] = []
@@ -166,8 +167,8 @@ class PlannedModel:
             for name, option, *values in rank:
                 found.setdefault((name, option), []).append(values)
         for key, rows in found.items():
-            columns = zip(*rows, strict=True)
-            self._resolved[key] = tuple(" / ".join(dict.fromkeys(each)) for each in columns)
+            recipes, backends, storages = zip(*rows, strict=True)
+            self._resolved[key] = (_joined(recipes), _joined(backends), _joined(storages))
 
     def gather_weights(self, optimizer: Any) -> None:
         """All ranks, before a forward: gather the weights if the plan needs exact copies.
@@ -261,28 +262,19 @@ class PlannedModel:
         return {name: recipe for name, recipe in recipes.items() if recipe}
 
     def resolved(
-        self, plan: PrecisionPlan, iteration: int, fixed: FixedLinears | None = None
-    ) -> dict[str, Any]:
+        self,
+        plan: PrecisionPlan,
+        iteration: int,
+        fixed: FixedLinears | None = None,
+        unused_rules: Sequence[str] = (),
+    ) -> PrecisionRecord:
         """All ranks, after a plan was applied: return what all linears of the model resolved to.
-
-        It is the content of precision/<iteration>.json (schema version 2), with the linears in the
-        plan's order. A plan names options; the backend, the machine and Transformer Engine decide
-        what runs:
-
-            option          what the plan gives the linear
-            recipe          what runs it: `megatron` (its own BF16 GEMMs), `simulated`, or
-                            Transformer Engine's recipe
-            backend         simulate or te
-            weight_storage  dtype of the parameter between steps, or the class of a quantized one
-            fixed           what fixes its option (`planning.fixed.Source`); null: the planner's
-
-        If the ranks or experts that hold a linear report different values, they are joined by
-        ` / `.
 
         Args:
             plan: the current one.
             iteration: the first that runs under it.
             fixed: the linears whose option is fixed.
+            unused_rules: rules that decide for no linear.
         """
         fixed = fixed or {}
         keys = [(name, str(option)) for name, option in plan.linears.items()]
@@ -291,17 +283,11 @@ class PlannedModel:
             self._note_rows(control.gather("reading what linears run", self._new_rows))
         rows = []
         for name, option in keys:
-            recipe, backend, storage = self._resolved[name, option]
-            row = {"name": name, "option": option, "recipe": recipe, "backend": backend}
             source = str(fixed[name].source) if name in fixed else None
-            rows.append({**row, "weight_storage": storage, "fixed": source})
-        return {
-            "version": 2,
-            "iteration": iteration,
-            "plan_iteration": plan.iteration,
-            "plan_digest": plan.digest,
-            "linears": rows,
-        }
+            rows.append(LinearPrecision(name, option, *self._resolved[name, option], source))
+        return PrecisionRecord(
+            iteration, plan.iteration, plan.digest, tuple(rows), tuple(unused_rules)
+        )
 
     def weights(self, names: frozenset[str] | None = None) -> dict[Placement, torch.nn.Parameter]:
         """Return this rank's trained weights of the named linears, in model order."""
@@ -341,8 +327,10 @@ class PlannedModel:
                 stored = [linear.stored for linear in keeping if linear.stored is not None]
                 self._overrides += [FreshWeights(chunk, keeping), GatheredWeights(chunk, stored)]
         self._overrides += fused
+        placements = [placement for _, places in found for placement in places]
         return {
-            "linears": own_linears([placement for _, places in found for placement in places]),
+            "linears": own_linears(placements),
+            "shapes": {placement.name: placement.shard_shape for placement in placements},
             "experts": {
                 linear.name: int(linear.module.config.num_moe_experts)
                 for linear in self.linears
@@ -396,6 +384,10 @@ def _keeping_weights(
         ):
             found.append(linear)
     return found
+
+
+def _joined(values: Iterable[str]) -> str:
+    return " / ".join(dict.fromkeys(values))
 
 
 def _storage(weight: torch.nn.Parameter) -> str:

@@ -25,7 +25,10 @@ class Source(StrEnum):
     """The linear is in the first or last layers that the job keeps in BF16."""
 
     TIE = "fused operations"
-    """Its operations are fused with those of a linear that one of the three above fixes."""
+    """Its operations are fused with those of a linear that a pin or a rule fixes."""
+
+    SMALL = "--snip-small-linears job"
+    """It is small: a low format may be slower there than BF16."""
 
     LIMIT = "stored weights or shapes"
     """It can run none of the run's options but what the job itself runs."""

@@ -15,6 +15,7 @@ from megatron_snip.errors import SnipError
 from megatron_snip.log import log_failure, warn_once
 from megatron_snip.planning.plan import PrecisionPlan, shares_text
 from megatron_snip.planning.problem import PlanningProblem
+from megatron_snip.reporting.precision_record import PrecisionRecord
 from megatron_snip.statistics.health_table import HealthTable
 
 logger = logging.getLogger(__name__)
@@ -49,7 +50,7 @@ class PlanApplied:
         num_changed: Number of linears whose option changed.
         waited_s: Seconds that training waited for the solver.
         resumed: Whether a resumed run continues with its plan.
-        resolved: What every linear runs, by its name; see `PlannedModel.resolved`.
+        resolved: What every linear runs.
         saving_s: Predicted seconds that the plan saves in each step against BF16, or None.
     """
 
@@ -58,7 +59,7 @@ class PlanApplied:
     num_changed: int
     waited_s: float = 0.0
     resumed: bool = False
-    resolved: dict[str, Any] | None = None
+    resolved: PrecisionRecord | None = None
     saving_s: float | None = None
 
     @property

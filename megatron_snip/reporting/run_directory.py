@@ -7,7 +7,8 @@
     divergences/<iteration>.json   the divergences and statistics behind it
     health/<iteration>.json        what quantization did to each tensor (docs/measuring.md)
     plans/<iteration>.json         the plan made from it
-    precision/<iteration>.json     what every linear runs from that iteration on
+    precision/<iteration>.json     what every linear runs from that iteration on, and rules that
+                                   decide for none
 
 JSON files are written atomically. metrics_file.py describes metrics.jsonl, opening.py how a run
 takes its directory.
@@ -17,6 +18,7 @@ import json
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -161,7 +163,7 @@ class RunDirectory:
             number += 1
         path = self._path("plans", number)
         if applied.resolved is not None:
-            resolved = {**applied.resolved, "plan_iteration": number}
+            resolved = replace(applied.resolved, plan_iteration=number)
             self._write_json("precision", iteration, resolved)
         if applied.resumed and path.is_file():
             named = list(plans_named(self._metrics_path, iteration).values())
@@ -177,7 +179,7 @@ class RunDirectory:
         if applied.saving_s is not None:
             self._row["predicted_saving_s"] = applied.saving_s
 
-    def _write_json(self, folder: str, iteration: int, value: dict[str, Any]) -> None:
+    def _write_json(self, folder: str, iteration: int, value: object) -> None:
         # Faster than `json`, and here tables have some 100 numbers for each linear.
         text = to_json(value, inf_nan_mode="null").decode() + "\n"
         write_atomic(self._path(folder, iteration), text)

@@ -2,7 +2,8 @@
 
     metrics          scalars, every `interval` iterations
     a measurement    scalars and heat maps of divergences and health; the worst linears as a table
-    a plan           scalars; a picture where it changed; in W&B the file as an artifact
+    a plan           scalars; what linears run under it; a picture where it changed; in W&B the file
+                     as an artifact
     a notice         text in TensorBoard, an alert in W&B
 
 Under Megatron the writers of the last rank are used, and metrics that Megatron logs itself are
@@ -64,7 +65,9 @@ def made_writers(makers: Mapping[str, Callable[[], Writer]]) -> list[Writer]:
     return writers
 
 
-class _Dashboard(ABC):
+class Dashboard(ABC):
+    """A writer that shows a run's scalars, settings, plans and notices."""
+
     def __init__(
         self,
         board: Any,
@@ -75,7 +78,8 @@ class _Dashboard(ABC):
         """Show the settings, and start to write.
 
         Args:
-            board: A `SummaryWriter`, which its maker closes, or the module `wandb`.
+            board: What it writes to: a `SummaryWriter`, which its maker closes, or the module
+                `wandb`, for example.
             config: The run's settings as plain values.
             interval: Number of iterations between metrics that are written.
             left_out: Names (in `Metrics`) of training metrics that are not wanted.
@@ -83,21 +87,25 @@ class _Dashboard(ABC):
         self._board = board
         self._interval = max(1, interval)
         self._scalars = ScalarSeries(config, left_out)
-        self._show(dict(config))
+        self._show("config", dict(config), 0)
 
     def write(self, event: Event) -> None:
         """Write an event."""
         scalars = self._scalars.values(event)
         payload = event.payload
         if isinstance(payload, Settings):
-            self._show(payload.values | ({"fixed": payload.fixed} if payload.fixed else {}))
+            fixed = {"fixed": payload.fixed} if payload.fixed else {}
+            self._show("config", payload.values | fixed, 0)
             return
+        if isinstance(payload, PlanApplied) and payload.resolved is not None:
+            self._show("precision", payload.resolved.overview(), event.iteration)
         is_ordinary = isinstance(payload, Metrics) and not payload.is_addition
         if not is_ordinary or event.iteration % self._interval == 0:
             self._log(event.iteration, payload, scalars)
 
     @abstractmethod
-    def _show(self, config: dict[str, Any]) -> None: ...
+    def _show(self, name: str, values: dict[str, Any], iteration: int) -> None:
+        """Show values under a name, in place of those before: `config` or `precision`."""
 
     @abstractmethod
     def _log(self, iteration: int, payload: Payload, scalars: dict[str, float]) -> None: ...
@@ -116,12 +124,13 @@ TENSORBOARD_LAYOUT = {"SNIP": {title: ["Multiline", tags] for title, tags in _CH
 """TensorBoard's tab "Custom scalars": chart -> regular expressions of the series that it shows."""
 
 
-class TensorBoardWriter(_Dashboard):
+class TensorBoardWriter(Dashboard):
     """Writes through a `torch.utils.tensorboard.SummaryWriter`."""
 
-    def _show(self, config: dict[str, Any]) -> None:
-        self._add_text("snip/config", yaml_text(config), 0)
-        self._board.add_custom_scalars(TENSORBOARD_LAYOUT)
+    def _show(self, name: str, values: dict[str, Any], iteration: int) -> None:
+        self._add_text(f"snip/{name}", yaml_text(values), iteration)
+        if name == "config":
+            self._board.add_custom_scalars(TENSORBOARD_LAYOUT)
 
     def _log(self, iteration: int, payload: Payload, scalars: dict[str, float]) -> None:
         board = self._board
@@ -147,8 +156,10 @@ class TensorBoardWriter(_Dashboard):
         self._board.add_text(name, indented, iteration)
 
 
-class WandbWriter(_Dashboard):
-    """Logs to the W&B run that is active; the settings are in its config as `snip`.
+class WandbWriter(Dashboard):
+    """Logs to the W&B run that is active; its config has the settings as `snip`.
+
+    `snip_precision` in its config is what linears run now.
 
     Once W&B's own process has died or does not answer, nothing more is logged: it never comes back,
     and each call could wait for half a minute.
@@ -180,8 +191,9 @@ class WandbWriter(_Dashboard):
             text = f"W&B has stopped ({type(error).__name__} {one_line(error)}".rstrip()
             raise SnipError(f"{text}); the rest of the run is not logged there") from None
 
-    def _show(self, config: dict[str, Any]) -> None:
-        self._board.config.update({"snip": config}, allow_val_change=True)
+    def _show(self, name: str, values: dict[str, Any], iteration: int) -> None:
+        key = "snip" if name == "config" else f"snip_{name}"
+        self._board.config.update({key: values}, allow_val_change=True)
 
     def _log(self, iteration: int, payload: Payload, scalars: dict[str, float]) -> None:
         run = self._board.run

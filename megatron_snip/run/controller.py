@@ -46,6 +46,7 @@ from megatron_snip.reporting.events import (
     Settings,
     Writer,
 )
+from megatron_snip.reporting.precision_record import PrecisionRecord
 from megatron_snip.run.alerts import new_alerts
 from megatron_snip.run.evaluation import Evaluations
 from megatron_snip.run.guard import Guard, Outcome
@@ -158,6 +159,8 @@ class SnipController:
         self._reporter = Reporter(writers, logs=topology.rank == 0)
         for text in self._plans.available.warnings:
             self._reporter.warn(text)
+        for text in self._plans.available.hints:
+            self._reporter.log(text)
         fixed = self._plans.available.fixed
         if fixed:
             self._reporter.log(summary(fixed, len(self.model.all_linears)))
@@ -348,6 +351,8 @@ class SnipController:
             first: the plan that the run starts with.
         """
         self.model.apply_together(lambda: self.plan)
+        for text in self._resolved(self._state.iteration + 1, self.plan).summary():
+            self._reporter.log(text)
         change = first_change(self._state, stopped, self._plans, self._schedule)
         if change is not None:
             num_changed, is_resumed = change
@@ -624,12 +629,17 @@ class SnipController:
             num_changed,
             waited_s=waited_s,
             resumed=is_resumed,
-            resolved=self.model.resolved(plan, iteration, self._plans.available.fixed),
+            resolved=self._resolved(iteration, plan),
             saving_s=saving_s,
         )
         self._reporter.write(Event(iteration, applied))
         self._step_times.start_plan()
         return applied
+
+    def _resolved(self, iteration: int, plan: PrecisionPlan) -> PrecisionRecord:
+        """All ranks: return what every linear runs under a plan, from an iteration on."""
+        available = self._plans.available
+        return self.model.resolved(plan, iteration, available.fixed, available.unused_rules)
 
     def _keep_plan(self, state: RunState, iteration: int, failure: SnipError) -> None:
         """Report a failure, which all ranks have, after which the plan stays."""

@@ -152,7 +152,7 @@ def _refresh(
             "ran": {n: sorted(set(m.seen)) for n, m in zip(names, modules, strict=True)}
             if te and backend == "auto"
             else {},
-            "precision": table,
+            "precision": dataclasses.asdict(table),
         }
 
 

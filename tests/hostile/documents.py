@@ -21,6 +21,23 @@ DIVERGENCES = {
     "iteration": 4,
     "linears": [{"name": "a", "stage": 0, "flops": 2.0, "options": {"fp4": {"quality_loss": 0.5}}}],
 }
+PRECISION = {
+    "version": 3,
+    "iteration": 5,
+    "plan_iteration": 3,
+    "plan_digest": PLAN.digest,
+    "linears": [
+        {
+            "name": "a",
+            "option": "fp4",
+            "recipe": "nvfp4",
+            "backend": "te",
+            "weight_storage": "bfloat16",
+            "fixed": "--snip-pins",
+        }
+    ],
+    "unused_rules": ["--te-precision-config-file: mtp.* (bf16)"],
+}
 METRICS = {
     "iteration": 1,
     "loss": 2.5,

@@ -27,6 +27,7 @@ from megatron_snip.planning.problem import read_problem
 from megatron_snip.planning.settings import PlanSettings
 from megatron_snip.planning.solver_process import PlanRequest
 from megatron_snip.reporting.metrics_file import read_metrics
+from megatron_snip.reporting.precision_record import read_precision
 from megatron_snip.reporting.run_record import read_divergences
 from megatron_snip.run.state import RunState
 from megatron_snip.trainer.config import load_train_config
@@ -35,6 +36,7 @@ from tests.hostile.documents import (
     DIVERGENCES,
     METRICS,
     PLAN,
+    PRECISION,
     PROBLEM,
     SNIP,
     TE_CONFIG,
@@ -99,6 +101,7 @@ READERS: dict[str, tuple[dict[str, Any], Callable[[Path], object]]] = {
     "divergences": (DIVERGENCES, read_divergences),
     "calibration": (CALIBRATION, use_calibration),
     "precision file": (TE_CONFIG, use_precision_file),  # JSON is YAML
+    "precision record": (PRECISION, lambda file: read_precision(file).overview()),
     "metrics": (METRICS, use_metrics),
     "settings": (SNIP, lambda file: make_config(read_yaml(file))),
     "trainer": (

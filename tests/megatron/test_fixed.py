@@ -1,14 +1,16 @@
 """What a user's precision file fixes stays as the job runs it, under every plan."""
 
-import json
 import re
 from pathlib import Path
 
 import pytest
 import yaml
 
-from tests.megatron.fast_flags import NVFP4
+from megatron_snip.reporting.precision_record import PrecisionRecord, read_precision
+from tests.distributed.launch import Run
+from tests.megatron.fast_flags import GATHERED_BF16, MXFP8, NVFP4, SHORT
 from tests.megatron.lab import (
+    COLLECT_ONLY,
     MODEL,
     SCRIPT,
     SNIP,
@@ -53,9 +55,26 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+def record_of(output: Path, iteration: int) -> PrecisionRecord:
+    return read_precision(output / "precision" / f"{iteration}.json")
+
+
 def fixed_in(output: Path, iteration: int) -> dict[str, str]:
-    rows = json.loads((output / "precision" / f"{iteration}.json").read_text())["linears"]
-    return {row["name"]: row["fixed"] for row in rows if row["fixed"] is not None}
+    rows = record_of(output, iteration).linears
+    return {row.name: row.fixed for row in rows if row.fixed is not None}
+
+
+CLASSES = {"bf16": "bf16", "mxfp8": "MXFP8BlockScaling", "nvfp4": "NVFP4BlockScaling"}
+"""Transformer Engine's class of each recipe."""
+
+
+def check_what_ran(run: Run, iteration: int) -> PrecisionRecord:
+    """The recorded recipes are those with which the modules ran their last forward."""
+    ran = {name: recipe for rank in run.finished() for name, recipe in rank["recipes"].items()}
+    record = record_of(run.output, iteration)
+    recorded = {each.name: CLASSES[each.recipe] for each in record.linears}
+    assert {name: ran[name] for name in recorded} == recorded
+    return record
 
 
 @pytest.mark.parametrize("precision", [[], NVFP4], ids=["bf16", "nvfp4"])
@@ -79,9 +98,29 @@ def test_a_plan_leaves_what_a_file_fixes(te_lab: Lab, file: Path, precision: lis
     assert sum("10 of 16 linears are fixed: 10 by --te-precision-config-file" in x for x in lines)
     unused = "2 rules of --te-precision-config-file decide for no module of any rank: "
     assert sum(f"{unused}*.fc?_latent_proj (bf16), mtp.* (bf16)" in line for line in lines) == 1
+    record = check_what_ran(run, 9)
+    unused_rules = ("*.fc?_latent_proj (bf16)", "mtp.* (bf16)")
+    assert record.unused_rules == tuple(f"--te-precision-config-file: {x}" for x in unused_rules)
     settings = yaml.safe_load((run.output / "config.yaml").read_text())
     assert settings["fixed"]["--te-precision-config-file"]["linears"] == 10
     assert settings["snip"]["pins"] == []
+
+
+@pytest.mark.parametrize("stored", [False, True], ids=["bf16-weights", "stored"])
+def test_a_job_that_only_measures_records_what_its_file_makes_it_run(
+    te_lab: Lab, file: Path, stored: bool
+) -> None:
+    """Recipe and storage of every weight are those of the modules, without any plan."""
+    job = [*(GATHERED_BF16 if stored else MXFP8), "--te-precision-config-file", str(file)]
+    run = te_lab.run("te dp2", [*job, *SHORT, *COLLECT_ONLY])
+    record = check_what_ran(run, 1)
+    stores = {name for rank in run.finished() for name in rank["quantized"]}
+    assert bool(stores) == stored
+    assert len(fixed_in(run.output, 1)) == 5
+    for each in record.linears:
+        assert (each.weight_storage != "bfloat16") == (f"{each.name}.weight" in stores)
+    summary = "\n".join(snip_lines(run))
+    assert "linears: bf16 (te: bf16)" in summary and "linears: fp8 (te: mxfp8)" in summary
 
 
 def test_pins_go_before_the_file_and_give_linears_back(te_lab: Lab, file: Path) -> None:

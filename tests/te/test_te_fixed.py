@@ -185,7 +185,7 @@ def test_what_is_fixed_is_logged_and_recorded(caplog: pytest.LogCaptureFixture) 
     assert memory.settings[0][1].fixed == {source: {"linears": 4, "example": example}}
     resolved_plan = memory.applied[0][1].resolved
     assert resolved_plan is not None
-    in_files = {row["name"]: row["fixed"] for row in resolved_plan["linears"]}
+    in_files = {row.name: row.fixed for row in resolved_plan.linears}
     assert {name for name, source in in_files.items() if source} == {
         name for name in in_files if "self_attention" in name
     }

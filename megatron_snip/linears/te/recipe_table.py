@@ -6,6 +6,7 @@ three of them for a linear.
 Sources: Transformer Engine's recipes, NVIDIA's compute capabilities (`GemmRecipe.gpus`).
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Self
@@ -115,6 +116,8 @@ class GemmRecipe:
             Tensor cores need 16 bytes; MXFP8's tiles have 32 elements.
         token_multiple: what an expert's tokens must be multiples of. Megatron pads to 128 for FP4,
             because the Hadamard transform and the scale layout work in complete groups.
+        small_shapes: (N, K) pairs. Where both dimensions of a weight's shard are at most those of a
+            pair, the recipe may be slower than BF16 (`linears/small.py`).
         variables: the environment variables that change it.
     """
 
@@ -134,6 +137,7 @@ class GemmRecipe:
     modelopt: Mapping[str, Any] | None = None
     dim_multiple: int = 1
     token_multiple: int = 1
+    small_shapes: tuple[tuple[float, float], ...] = ()
     variables: tuple[RecipeVariable, ...] = ()
 
     @property
@@ -157,6 +161,9 @@ class GemmRecipe:
         )
 
 
+_SMALL_BY_ROWS = ((2048, math.inf), (math.inf, 1024), (4096, 2048))
+"""`small_shapes` of recipes with several scales in a tensor."""
+
 _BLOCKWISE = GemmRecipe(
     text="1x128 tiles, 128x128 weight blocks, power-of-two scales",
     formats=("fp8", "fp8_blockwise"),
@@ -170,6 +177,7 @@ _BLOCKWISE = GemmRecipe(
     modelopt={"quant_algo": "FP8"},
     dim_multiple=16,
     token_multiple=16,
+    small_shapes=_SMALL_BY_ROWS,
     variables=(
         RecipeVariable(
             variable="NVTE_FP8_BLOCK_SCALING_FP32_SCALES",
@@ -193,6 +201,7 @@ _MXFP8 = GemmRecipe(
     modelopt={"quant_algo": "MXFP8", "group_size": 32},
     dim_multiple=32,
     token_multiple=32,
+    small_shapes=_SMALL_BY_ROWS,
 )
 _TENSORWISE = GemmRecipe(
     text="current scaling, one scale per tensor",
@@ -208,6 +217,7 @@ _TENSORWISE = GemmRecipe(
     modelopt={"quant_algo": "FP8"},
     dim_multiple=16,
     token_multiple=16,
+    small_shapes=((1024, 4096),),
     variables=(
         RecipeVariable(
             variable="NVTE_FP8_CURRENT_SCALING_POWER_2_SCALES",
@@ -244,6 +254,7 @@ _NVFP4 = GemmRecipe(
     modelopt={"quant_algo": "NVFP4", "group_size": 16},
     dim_multiple=32,
     token_multiple=128,
+    small_shapes=_SMALL_BY_ROWS,
     variables=(
         RecipeVariable(
             variable="NVTE_NVFP4_DISABLE_RHT",

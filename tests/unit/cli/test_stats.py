@@ -2,6 +2,8 @@
 
 import csv
 import json
+import shutil
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +75,40 @@ def test_health_has_the_worst_first_in_100_columns(run: Path, printed: Any, refu
     assert len([line for line in lines if line[0] == "sqnr_db"]) == 20 * len(config().named_formats)
     file.write_text('{"version": 9}')
     assert "version 9; this megatron-snip reads version 1" in refused("stats", run, "--health")
+
+
+def test_precision_is_what_linears_ran_in_an_iteration(
+    tmp_path: Path, printed: Any, refused: Any
+) -> None:
+    """Plans run from 5, 13 and 21 on; a rule decides for no linear."""
+    run = write_run(tmp_path / "te", Shape(config(), layers=5, backend="te"))
+    text = printed("stats", run, "--precision")
+    assert "from iteration 21 on, under plans/19.json" in text
+    table = [line for line in text.splitlines() if "linears: " not in line]
+    assert max(map(len, table)) <= 100
+    file = run / "precision" / "13.json"
+    record = json.loads(file.read_text())
+    text = printed("stats", run, "--precision", "--iteration", 20)
+    rows = [line.split() for line in text.splitlines() if line.startswith(" decoder")]
+    assert [(row[0], row[1], row[-1]) for row in rows] == [
+        (each["name"], each["option"], "bfloat16") for each in record["linears"]
+    ]
+    assert "no linear for --snip-pins: x=free" in text
+    options = Counter(each["option"] for each in record["linears"])
+    for option, count in options.items():
+        chosen = f"{option} (te: {option}), weights in bfloat16, chosen by the plan, such as "
+        assert f"{count} linears: {chosen}" in text
+    assert json.loads(printed("stats", run, "--precision", "--iteration", 13, "--json")) == record
+    first, *lines = csv.reader(printed("stats", run, "--precision", "--csv").splitlines())
+    assert first == ["name", "option", "recipe", "backend", "weight_storage", "fixed"]
+    assert len(lines) == len(record["linears"])
+    assert "first plan of" in refused("stats", run, "--precision", "--iteration", 4)
+    assert "--sort orders" in refused("stats", run, "--precision", "--sort", "loss")
+    del record["unused_rules"]
+    file.write_text(json.dumps({**record, "version": 2}))
+    assert "no linear for" not in printed("stats", run, "--precision", "--iteration", 13)
+    shutil.rmtree(run / "precision")
+    assert "linears run what the job runs" in refused("stats", run, "--precision")
 
 
 def test_names_are_printed_as_they_are(run: Path, printed: Any, refused: Any) -> None:

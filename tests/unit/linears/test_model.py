@@ -163,20 +163,19 @@ def test_what_linears_resolved_to_follows_the_plan(make_model: MakeModel) -> Non
     plan = plan_of({name: "fp4" if name.endswith("fc1") else "bf16" for name in names})
     model.apply(plan.linears)
     model.linears.reverse()
-    table = model.resolved(plan, 7)
-    rows = table.pop("linears")
-    header = {"version": 2, "iteration": 7, "plan_iteration": 0, "plan_digest": plan.digest}
-    assert table == header and [row["name"] for row in rows] == names
-    for row in rows:
-        expected = ("fp4", "simulated") if row["name"].endswith("fc1") else ("bf16", "megatron")
-        assert (row["option"], row["recipe"]) == expected
-        assert (row["backend"], row["weight_storage"]) == ("simulate", "float32")
+    record = model.resolved(plan, 7)
+    assert (record.iteration, record.plan_iteration, record.plan_digest) == (7, 0, plan.digest)
+    assert [row.name for row in record.linears] == names
+    for row in record.linears:
+        expected = ("fp4", "simulated") if row.name.endswith("fc1") else ("bf16", "megatron")
+        assert (row.option, row.recipe) == expected
+        assert (row.backend, row.weight_storage) == ("simulate", "float32")
     other: Any = SimpleNamespace(name=names[0], option=BF16, recipe="mxfp8")
     weights = (torch.zeros(1), torch.zeros(1).as_subclass(Stored))
     other.backend, other.weights = "te", [SimpleNamespace(data=w, dtype=w.dtype) for w in weights]
     model = PlannedModel([make_model()], Topology(), seed=0)
     model.apply(plan.linears)
     model.linears.append(other)  # another rank's or expert's differs
-    row = model.resolved(plan, 7)["linears"][0]
-    assert (row["recipe"], row["backend"]) == ("megatron / mxfp8", "simulate / te")
-    assert row["weight_storage"] == "float32 / Stored"
+    row = model.resolved(plan, 7).linears[0]
+    assert (row.recipe, row.backend) == ("megatron / mxfp8", "simulate / te")
+    assert row.weight_storage == "float32 / Stored"

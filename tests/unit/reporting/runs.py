@@ -27,6 +27,7 @@ from megatron_snip.reporting.events import (
     Reporter,
     Writer,
 )
+from megatron_snip.reporting.precision_record import LinearPrecision, PrecisionRecord
 from megatron_snip.reporting.run_directory import RunDirectory
 from megatron_snip.statistics.health_table import HealthTable, LinearHealth, OperandHealth
 from megatron_snip.statistics.records import FormatStatistics, LinearStatistics, StatisticsTable
@@ -113,7 +114,11 @@ def applied(
     num_changed = len(plan.linears if before is None else changed_linears(before, plan))
     resolved = None
     if shape.backend is not None:
-        resolved = {"linears": [{"name": n, "backend": shape.backend} for n in plan.linears]}
+        ran = (shape.backend, "bfloat16", None)
+        linears = (LinearPrecision(n, str(o), str(o), *ran) for n, o in plan.linears.items())
+        at = plan.iteration + shape.config.lag
+        unused = ("--snip-pins: x=free",)
+        resolved = PrecisionRecord(at, plan.iteration, plan.digest, tuple(linears), unused)
     shares = {"fp4": plan.efficiency, "fp8": 1 - plan.efficiency}
     values = {"num_changed": num_changed, "waited_s": 0.002, "resolved": resolved}
     return PlanApplied(plan, shares, **(values | {"saving_s": 0.007} | more))

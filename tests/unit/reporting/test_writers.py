@@ -196,6 +196,19 @@ def test_wandb_has_rows_plans_divergences_and_alerts() -> None:
     WandbWriter(module, {}).write(Event(99, Metrics({"loss": 1.0})))
 
 
+def test_dashboards_show_what_linears_run_under_every_plan(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    shape = replace(SHAPE, backend="te")
+    module = fake_wandb()
+    write_events(WandbWriter(module, {}), shape)
+    updates = [call.args[0] for call in module.config.update.call_args_list]
+    _, first, second = updates
+    assert first["snip_precision"]["iteration"] == 5
+    shown = second["snip_precision"]
+    assert shown["plan_digest"] == PLAN.digest and shown["unused_rules"]
+    assert sum(int(line.split()[0]) for line in shown["linears"]) == len(PLAN.linears)
+
+
 def test_iterations_that_the_wandb_run_has_are_left_out_with_one_warning(
     caplog: pytest.LogCaptureFixture,
 ) -> None:

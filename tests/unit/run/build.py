@@ -60,9 +60,13 @@ def run_plans(
     ties: tuple[tuple[str, ...], ...] = (),
     rules: dict[str, Source] | None = None,
     train_iters: int | None = None,
+    job_facts: dict[str, Any] | None = None,
     **config: Any,
 ) -> RunPlans:
-    """The plans of a run of one rank, whose linears refuse options as given."""
+    """The plans of a run of one rank, whose linears refuse options as given.
+
+    `job_facts`: other fields of the `Job`.
+    """
     refused = refusals or {}
 
     infos = []
@@ -78,6 +82,7 @@ def run_plans(
             ties,
             linears=tuple(infos),
             stage_layers=STAGE_LAYERS,
+            **(job_facts or {}),
         ),
         refusals_of=lambda options: {option: refused.get(option, {}) for option in options},
         recipes=lambda names: {},

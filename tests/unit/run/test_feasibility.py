@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 
 from megatron_snip.errors import UsageError
+from megatron_snip.linears.te.machine import Machine
+from megatron_snip.linears.te.recipe_table import JobPrecision
 from megatron_snip.options import BF16, Option
 from megatron_snip.planning.fixed import Fixed, Source, fixed_pins, summary
 from megatron_snip.planning.plan import write_plan
@@ -182,11 +184,48 @@ def test_a_pin_goes_before_the_job_s_own_rules_and_free_gives_linears_back() -> 
     assert pinned(plans) == {A: FP8}
     assert plans.available.fixed[A].source is Source.PIN
     assert not any("frees nothing" in text for text in plans.available.warnings)
+    assert plans.available.unused_rules == ()
+    plans = run_plans(rules=RULES, pins=f"{B}=free,{C}=free", efficiency_target=0.0)
+    assert plans.available.unused_rules == (f"--snip-pins: {B}=free",)
     plans = run_plans(rules=RULES, pins=f"{B}=free", efficiency_target=0.0)
     assert pinned(plans) == {A: BF16, C: BF16}
     assert f"--snip-pins {B}=free frees nothing" in "".join(plans.available.warnings)
     with pytest.raises(UsageError, match="no linear's name matches"):
         run_plans(pins="*.layers.9.*=free")
+
+
+def test_small_linears_keep_what_the_job_runs_if_the_user_says_so(caplog: Any) -> None:
+    """A is pinned; B is small, and C is not."""
+    blackwell = {
+        "backend": "te",
+        "machine": Machine((10, 0), "2.20", job=JobPrecision("fp8", "e4m3", "mxfp8")),
+        "shard_shapes": {A: (64, 64), B: (1280, 8192), C: (8192, 8192)},
+    }
+    mxfp8 = dict.fromkeys((A, B, C), FP8)
+
+    def plans(**config: Any) -> RunPlans:
+        given = {"formats": "fp8,fp4", "efficiency_target": 0.0, **config}
+        ties = given.pop("ties", ())
+        return run_plans(job=mxfp8, ties=ties, job_facts=blackwell, **given)
+
+    def about(**config: Any) -> list[str]:
+        return list(plans(**config).available.hints)
+
+    (line,) = about(pins=f"{A}=fp4")
+    assert line.startswith("1 linears are small, and fp4 may be slower there than bf16")
+    assert f"{B}: N 1280, K 8192 on a rank (N <= 2048); --snip-cost time" in line
+    assert line.endswith("--snip-small-linears job keeps what the job runs")
+    assert about(pins=f"{A}=fp4", collect_only=True) == []
+    (line,) = about(formats="bf16,fp8")
+    assert line.startswith("2 linears") and line.endswith(f"--snip-pins {A}=bf16 takes one out")
+    assert about(small_linears="job") == []
+    fixed = plans(small_linears="job", ties=((B, C),), pins=f"{A}=free").available.fixed
+    assert {name: (str(each.option), each.source) for name, each in fixed.items()} == {
+        B: ("fp8", Source.SMALL),
+        C: ("fp8", Source.TIE),
+    }
+    found = plans(small_linears="job", formats="bf16,fp8").available
+    assert (found.fixed, found.unused_rules) == ({}, ("--snip-small-linears job",))
 
 
 def test_a_linear_that_is_fused_with_a_fixed_one_is_fixed() -> None:
