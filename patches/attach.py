@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import logging
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -34,8 +35,9 @@ _YAML_TYPES = (bool, int, float, str, type(None))
 """Exact types of Megatron's settings that YAML can hold; enums are left out."""
 
 
-Loggers = Callable[[], tuple[Any, Any]]
-"""Returns the last rank's TensorBoard writer and W&B module; each may be None."""
+Loggers = Callable[[], dict[str, Any]]
+"""Returns the loggers of the last rank by name: TensorBoard (a `SummaryWriter`), W&B and MLflow
+(modules), Comet (an experiment). Each may be None or absent."""
 
 
 def attach(
@@ -164,8 +166,8 @@ def make_writers(
 ) -> tuple[list[Writer], str]:
     """All ranks: return this rank's writers, and what identifies the run.
 
-    Rank 0 writes files, the last rank to TensorBoard and W&B. Those are Megatron's own, which log
-    at Megatron's interval.
+    Rank 0 writes files, the last rank to TensorBoard, W&B, MLflow and Comet. Those are the training
+    loop's own, which log at its interval.
 
     Args:
         config: the settings.
@@ -209,15 +211,21 @@ def make_writers(
         return writers, identity
 
     from megatron_snip.reporting.scalars import MEGATRON_LOGS
+    from megatron_snip.reporting.trackers import CometWriter, MlflowWriter
     from megatron_snip.reporting.writers import TensorBoardWriter, WandbWriter, made_writers
 
+    writer_of: dict[str, Callable[..., Writer]] = {
+        "TensorBoard": TensorBoardWriter,
+        "W&B": WandbWriter,
+        "MLflow": MlflowWriter,
+        "Comet": CometWriter,
+    }
     interval = int(getattr(args, "tensorboard_log_interval", 1) or 1)
-    board, wandb = loggers()
-    makers: dict[str, Callable[[], Writer]] = {}
-    if board is not None:
-        makers["TensorBoard"] = lambda: TensorBoardWriter(board, dump, interval, MEGATRON_LOGS)
-    if wandb is not None:
-        makers["W&B"] = lambda: WandbWriter(wandb, dump, interval, MEGATRON_LOGS)
+    makers = {
+        name: partial(writer_of[name], each, dump, interval, MEGATRON_LOGS)
+        for name, each in loggers().items()
+        if each is not None
+    }
     return [*writers, *made_writers(makers)], identity
 
 

@@ -14,9 +14,15 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import torch
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-from megatron_snip.cli.common import check_output, integer, new_table, positive, write_output
+from megatron_snip.cli.common import (
+    check_output,
+    integer,
+    new_table,
+    positive,
+    progress,
+    write_output,
+)
 from megatron_snip.errors import SnipError, UsageError
 from megatron_snip.formats import FORMATS, get_format
 from megatron_snip.linears.calibrate import MeasuredShape, TimedShape, measure, this_setup
@@ -117,18 +123,16 @@ def _measured(
     # Training on the CPU computes products of BF16 in FP32.
     on_cpu = CudaOnCpu() if device.type == "cpu" else contextlib.nullcontext()
     out = console(stderr=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn())
     found: dict[str, MeasuredShape] = {}
     end = time.monotonic() + args.time_limit
-    with Progress(*columns, console=out, transient=True, disable=not out.is_terminal) as progress:
-        task = progress.add_task("measuring", total=len(shapes))
+    with progress("measuring", out) as done:
         for number, (names, shape) in enumerate(shapes.items()):
             size = f"{shape.out_features} x {shape.in_features}"
             start = time.monotonic()
             limit_s = (end - start) / (len(shapes) - number)
 
             def tick(share: float, before: int = number) -> None:
-                progress.update(task, completed=before + share)
+                done((before + share) / len(shapes))
 
             try:
                 with on_cpu:

@@ -34,6 +34,7 @@ COMMANDS: dict[str, str] = {
     "calibrate": "measure seconds per GEMM and format",
     "export": "a plan for Megatron without SNIP, torchtitan, ModelOpt, or as YAML",
     "import": "a plan from Megatron's precision file",
+    "schema": "the JSON Schema of a file that SNIP writes",
     "doctor": "what this machine can run, and which command line to use",
 }
 """Every subcommand with its help, in the order of --help."""

@@ -1,16 +1,20 @@
-"""What subcommands share: tables for terminals, parsers of numeric flags, files for results."""
+"""What subcommands share: tables, progress on a terminal, numeric flags, files for results."""
 
 import argparse
 import contextlib
-from collections.abc import Iterable
+import sys
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 from rich import box
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from megatron_snip.directory import run_with
 from megatron_snip.errors import UsageError
 from megatron_snip.files import read_json, write_atomic
+from megatron_snip.output import console
 
 LARGEST = 2**31 - 1
 """Limit of flags that take a number: no size, count or iteration is larger."""
@@ -24,6 +28,29 @@ def new_table(text_columns: tuple[str, ...], number_columns: tuple[str, ...] = (
     for name in number_columns:
         table.add_column(name, justify="right", overflow="fold")
     return table
+
+
+@contextlib.contextmanager
+def progress(what: str, out: Console | None = None) -> Iterator[Callable[[float], None]]:
+    """Show a bar and the time left while the block runs, if stderr is a terminal; else nothing.
+
+    Args:
+        what: what is done, in a few words.
+        out: prints lines above the bar; a console on stderr.
+
+    Yields:
+        A function to call with the share of the work that is done, from 0 to 1.
+    """
+    columns = (TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn())
+    with Progress(
+        *columns,
+        console=console(stderr=True) if out is None else out,
+        transient=True,
+        disable=not sys.stderr.isatty(),
+        redirect_stdout=False,  # a result is not moved to stderr
+    ) as bar:
+        task = bar.add_task(what, total=1.0)
+        yield lambda share: bar.update(task, completed=share)
 
 
 def integer(text: str, least: int = 1) -> int:

@@ -11,7 +11,7 @@ from typing import Any
 
 from rich.table import Table
 
-from megatron_snip.cli.common import new_table
+from megatron_snip.cli.common import new_table, progress
 from megatron_snip.cli.plan import INFEASIBLE, add_planning_flags, inputs_from
 from megatron_snip.errors import UsageError, naming_field
 from megatron_snip.output import console
@@ -44,7 +44,8 @@ def run(args: argparse.Namespace) -> int:
     targets = parse_targets(args.targets)
     if not get_policy(settings.policy).heeds_target:
         raise UsageError(f"policy '{settings.policy}' has no target and so no frontier; take snip")
-    points = frontier(problem, settings, targets)
+    with progress("solving") as done:
+        points = frontier(problem, settings, targets, done)
     if args.json:
         records = [_record(target, plan) for target, plan in points.items()]
         print(json.dumps(records, indent=1))

@@ -8,7 +8,7 @@ import logging
 from importlib.util import find_spec
 from pathlib import Path
 
-from megatron_snip.cli.common import check_output, write_output
+from megatron_snip.cli.common import check_output, progress, write_output
 from megatron_snip.errors import UsageError
 
 logger = logging.getLogger(__name__)
@@ -57,6 +57,8 @@ def run(args: argparse.Namespace) -> int:
             reference = read_reference(run.snip.reference)
         except UsageError as error:  # the run was copied, or is read from another folder
             logger.warning("the report has no loss gap: %s; see --reference", error)
-    write_output(output, make_report(run, reference), make_folder=True)
+    with progress("making the report") as done:
+        page = make_report(run, reference, done)
+    write_output(output, page, make_folder=True)
     print(output)
     return 0

@@ -6,7 +6,7 @@ frontier    the plans of many targets
 
 import contextlib
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from megatron_snip.errors import InfeasiblePlanError, PlanningError
 from megatron_snip.planning.checker import find_violations
@@ -95,7 +95,10 @@ def make_plan(
 
 
 def frontier(
-    problem: PlanningProblem, settings: PlanSettings, targets: Sequence[float]
+    problem: PlanningProblem,
+    settings: PlanSettings,
+    targets: Sequence[float],
+    progress: Callable[[float], object] = lambda share: None,
 ) -> dict[float, PrecisionPlan | None]:
     """Plan at every target, from the highest down.
 
@@ -106,6 +109,7 @@ def frontier(
         problem: The linears and their options; the problem's own target is ignored.
         settings: Policy, balance, pins and limits; `time_limit_s` holds for each target.
         targets: Efficiencies in [0, 1], in any order.
+        progress: Called with the share of the targets that are done, from 0 to 1.
 
     Returns:
         The policy's plan at each target, in ascending order of targets; None where no plan reaches
@@ -117,7 +121,8 @@ def frontier(
     """
     plans: dict[float, PrecisionPlan | None] = dict.fromkeys(sorted(targets))
     previous = None
-    for target in reversed(plans):
+    for num_done, target in enumerate(reversed(plans)):
+        progress(num_done / len(plans))
         own = settings.model_copy(update={"target": target, "change_penalty": 0.0})
         with contextlib.suppress(InfeasiblePlanError):
             previous = make_plan(problem, own, previous)

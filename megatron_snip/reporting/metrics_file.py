@@ -45,7 +45,7 @@ class _Notice(BaseModel, strict=True):
     message: str
 
 
-class _Row(BaseModel, strict=True):
+class MetricsRow(BaseModel, strict=True):
     """A row of metrics.jsonl.
 
     A row with `plan_iteration` is the first one under a new plan. `plan_iteration` names the plan's
@@ -250,7 +250,9 @@ def _current_rows(path: Path) -> tuple[list[dict[str, Any]], dict[int, UsageErro
     for k, line in enumerate(lines, start=1):
         source = f"'{path}', line {k}"
         try:
-            row = checked(_Row, parse_json(line, source), source).model_dump(exclude_unset=True)
+            row = checked(MetricsRow, parse_json(line, source), source).model_dump(
+                exclude_unset=True
+            )
         except UsageError as error:
             bad[k] = error
             continue

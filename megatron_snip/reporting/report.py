@@ -6,6 +6,7 @@ escapes all text, since names and settings come from files.
 
 import base64
 import os
+from collections.abc import Callable
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -68,13 +69,20 @@ def _shown(value: object) -> object:
     return value
 
 
-def make_report(run: RunRecord, reference: Reference | None = None) -> str:
+def make_report(
+    run: RunRecord,
+    reference: Reference | None = None,
+    progress: Callable[[float], object] = lambda share: None,
+) -> str:
     """Return the page as HTML; the figures are drawn here.
 
     Args:
         run: the run.
         reference: the run that gaps are taken to, or None.
+        progress: called with the share of the work that is done, from 0 to 1.
     """
+    points = frontier_of(run, lambda share: progress(0.8 * share))  # most of the time
+    progress(0.8)
     environment = Environment(
         autoescape=True,
         finalize=_shown,
@@ -96,7 +104,7 @@ def make_report(run: RunRecord, reference: Reference | None = None) -> str:
         in_higher_precision=_in_higher_precision(run),
         reference=reference,
         gap=(None, 0) if reference is None else last_gap(run.metrics, reference),
-        frontier=frontier_of(run),
+        frontier=points,
         figures=figures,
         meanings=MEANINGS,
         largest=_largest,
@@ -114,8 +122,14 @@ def last_gap(metrics: MetricRows, reference: Reference) -> tuple[float | None, i
     return float(np.mean(gap[-count:])), count
 
 
-def frontier_of(run: RunRecord) -> figures.Points | str:
+def frontier_of(
+    run: RunRecord, progress: Callable[[float], object] = lambda share: None
+) -> figures.Points | str:
     """Solve the run's last problem at all targets, with its pins and balance.
+
+    Args:
+        run: the run.
+        progress: called with the share of the targets that are done, from 0 to 1.
 
     Returns:
         (efficiency, quality loss as share of the uniform lowest precision's), or why there is none.
@@ -128,7 +142,7 @@ def frontier_of(run: RunRecord) -> figures.Points | str:
     try:
         settings = PlanSettings(**run.snip.planning_values(), pins=run.problem.pins)
         settings = settings.model_copy(update=update)
-        points = frontier(run.problem, settings, TARGETS)
+        points = frontier(run.problem, settings, TARGETS, progress)
     except SnipError as error:
         return f"It cannot be computed: {error}"
     plans = [plan for plan in points.values() if plan is not None]

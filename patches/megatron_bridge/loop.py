@@ -213,5 +213,11 @@ def _counting_flops_once(function: Callable[..., Any], state: Any) -> Callable[.
     return run
 
 
-def _loggers(state: Any) -> tuple[Any, Any]:
-    return state.tensorboard_logger, state.wandb_logger
+def _loggers(state: Any) -> dict[str, Any]:
+    return {
+        "TensorBoard": state.tensorboard_logger,
+        "W&B": state.wandb_logger,
+        # Older releases have no such loggers.
+        "MLflow": getattr(state, "mlflow_logger", None),
+        "Comet": getattr(state, "comet_logger", None),
+    }

@@ -57,8 +57,11 @@ def model_setup(call: Call, session: Session) -> Any:
     return result
 
 
-def loggers() -> tuple[Any, Any]:
-    """Return the last rank's TensorBoard writer and W&B module; each may be None."""
+def loggers() -> dict[str, Any]:
+    """Return the last rank's loggers by name; each may be None."""
     from megatron.training import global_vars
 
-    return global_vars.get_tensorboard_writer(), global_vars.get_wandb_writer()
+    return {
+        "TensorBoard": global_vars.get_tensorboard_writer(),
+        "W&B": global_vars.get_wandb_writer(),
+    }

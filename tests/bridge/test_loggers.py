@@ -1,5 +1,6 @@
-"""Bridge's own W&B run and TensorBoard writer, on the last rank."""
+"""Bridge's own loggers, on the last rank: W&B, TensorBoard, MLflow and Comet."""
 
+import json
 import time
 from pathlib import Path
 
@@ -48,3 +49,25 @@ def test_wandb_has_one_run_that_shows_both(written: Path) -> None:
     ):
         time.sleep(0.5)
     assert not missing
+
+
+def test_mlflow_and_comet_have_what_wandb_has(lab: Lab, tmp_path: Path) -> None:
+    """Through the objects that Bridge makes; their packages are stand-ins."""
+    overrides = [
+        *["logger.mlflow_experiment=tiny", "logger.mlflow_run_name=writers"],
+        *["logger.comet_project=tiny", "logger.comet_experiment_name=writers"],
+    ]
+    run = lab.run("llama-pp2", [*SNIP, *overrides], {"TINY_TRACKERS": str(tmp_path)})
+    assert weights(run) == weights(lab.run("llama-pp2", SNIP))
+    (mlflow,) = json.loads((tmp_path / "mlflow.json").read_text()).values()
+    comet = json.loads((tmp_path / "comet.json").read_text())
+    for metrics in (mlflow["metrics"], comet["metrics"]):
+        assert "lm loss" in metrics
+        changed = metrics["snip/refresh/changed_linears"]
+        assert next(int(step) for step, value in changed.items() if value > 0) == 5
+        assert list(metrics["snip/refresh/measure_s"]) == ["3", "7"]
+        shares = metrics["snip/3_lowest_precision_share"]
+        assert shares["4"] == 0.0 and shares["5"] >= 0.5
+    assert mlflow["tags"]["snip.interval"] == "4" and comet["parameters"]["snip_interval"] == 4
+    for files in (mlflow["files"], comet["files"]):
+        assert {"snip/plans/3.json", "snip/precision/5.json"} <= files.keys()

@@ -12,6 +12,7 @@ TINY_WEIGHTS: weights are those of `weights.py`, which do not depend on the loop
 TINY_PRECISION: name of the recipe's mixed precision; weights are stored in BF16.
 TINY_STORED: they are stored in that precision.
 TINY_QUANT: `model.quant_recipe` as JSON.
+TINY_TRACKERS: MLflow and Comet are stand-ins, which write to this folder.
 TINY_TEACHER: the model has a teacher, which is a copy of itself.
 """
 
@@ -147,6 +148,8 @@ def main() -> None:
 
     if "TINY_EARLY" in os.environ:
         observation.MIN_OPTIMIZER_STEPS = 0
+    if "TINY_TRACKERS" in os.environ:
+        sys.path.insert(0, str(Path(__file__).parents[1] / "stand_ins" / "trackers"))
     callbacks: list[Any] = [Results()]
     if "TINY_CALLBACK" in os.environ:
         from megatron_snip.bridge import SnipCallback, SnipConfig
