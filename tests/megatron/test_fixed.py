@@ -21,6 +21,7 @@ from tests.megatron.lab import (
     recipes_of,
     snip_lines,
 )
+from tests.schema_check import check_run
 
 BF16_RULES = ("*.linear_qkv", "*.linear_proj", "*.fc?_latent_proj", "mtp.*")
 """The modules that NVIDIA's file for Nemotron 3 Super keeps in BF16."""
@@ -119,6 +120,7 @@ def test_a_job_that_only_measures_records_what_its_file_makes_it_run(
     assert len(fixed_in(run.output, 1)) == 5
     for each in record.linears:
         assert (each.weight_storage != "bfloat16") == (f"{each.name}.weight" in stores)
+    assert len(check_run(run.output)) == 8  # all but calibration.json
     summary = "\n".join(snip_lines(run))
     assert "linears: bf16 (te: bf16)" in summary and "linears: fp8 (te: mxfp8)" in summary
 
