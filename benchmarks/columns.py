@@ -95,9 +95,8 @@ def count(kind: str, config: LaunchConfig) -> dict[str, Any]:
     }
 
 
-def measure(shape: tuple[int, int], repeats: int) -> dict[str, Any]:
-    """Return seconds and fractions of the copy's bandwidth; a GPU is needed."""
-    device = torch.device("cuda")
+def measure(device: torch.device, shape: tuple[int, int], repeats: int) -> dict[str, Any]:
+    """Return seconds and fractions of the copy's bandwidth."""
     inputs = itertools.cycle([torch.randn(shape, device=device).bfloat16() for _ in range(3)])
     target = torch.empty_like(next(inputs))
     rows = [(kind, config) for kind in KINDS for config in CONFIGS]
@@ -114,7 +113,8 @@ def measure(shape: tuple[int, int], repeats: int) -> dict[str, Any]:
         for kind, config in rows
         if not same(work(kind, config)(ragged), work(kind, None)(ragged).cpu())
     ]
-    times = seconds_by_turns(runs, repeats, True, ahead=True)
+    gpu = device.type == "cuda"
+    times = seconds_by_turns(runs, repeats, gpu, ahead=gpu)
     fractions = {name: times.seconds["copy"] / s for name, s in times.seconds.items()}
     return {
         "shape": list(shape),
@@ -151,7 +151,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             cells += [str(row["registers"]), str(row["spilled"])]
             table.add_row(*cells, f"{row['bytes_in_flight'] / 1024:.0f}")
     else:
-        report = measure((16384, 8192), args.repeats)
+        report = measure(torch.device("cuda"), (16384, 8192), args.repeats)
         table = Table("kernel", "ms", "of copy")
         for name, seconds in report["seconds"].items():
             table.add_row(name, f"{1e3 * seconds:.3f}", f"{report['copy_fraction'][name]:.3f}")

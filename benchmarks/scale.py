@@ -1,14 +1,23 @@
 """The control plane of large jobs: what is exchanged in each phase, and how long it takes.
 
     python -m benchmarks.scale [--ranks 8,16,32,64] [--models NAMES] [--json FILE]
+    python -m benchmarks.scale --alone
 
 forks gloo ranks on this machine. They run SNIP's own functions on the linears of published models,
 without weights: each rank has the records that it would have in the model's layout. For each phase
 it prints, of the rank with the most: exchanges, messages, bytes; and the shortest time of some
-repetitions. "computed" are seconds at more ranks: from the measured time of a hop between two
-ranks, the measured bandwidth, and rank 0's CPU time at the most ranks that were forked:
+repetitions. `group` is the time from all ranks' call until they have exchanged something.
+"computed" are seconds at more ranks, from the measured time of a hop between two ranks, the
+measured bandwidth, and the CPU time of the rank with the most:
 
-    seconds = exchanges * 2 ceil(log2 N) * hop + bytes of the largest path / bandwidth + CPU
+    seconds = exchanges * 2 ceil(log2 N) * hop + bytes(N) / bandwidth + CPU(N)
+
+bytes(N) grow with log2 N. CPU(N) is a straight line in log2 N through what was measured at each
+number of ranks: making tables and problems takes the same at any number of ranks. With one number
+of ranks all of it is taken to grow.
+
+`--alone` measures what one rank does: a refresh of 5,000 linears, and of 61 layers of 384 experts
+that are all on that rank, without the solver; and the bytes of a checkpoint's state.
 
 A row is added to benchmarks/results/scale.jsonl.
 """
@@ -16,8 +25,10 @@ A row is added to benchmarks/results/scale.jsonl.
 from __future__ import annotations
 
 import argparse
+import io
 import json
 import math
+import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -26,20 +37,26 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
 
 from benchmarks.machine import RESULTS, append_row
 from megatron_snip.collectives import Control
-from megatron_snip.config import SnipConfig
+from megatron_snip.config import Backend, SnipConfig
 from megatron_snip.divergence.quality_loss import divergence_table, planning_problem
 from megatron_snip.formats import get_format
-from megatron_snip.linears.discovery import global_linears, own_linears
+from megatron_snip.linears.discovery import own_linears
 from megatron_snip.linears.model import PlannedModel
+from megatron_snip.linears.te.machine import this_machine
 from megatron_snip.options import BF16, Option
+from megatron_snip.patches.agreement import refuse_differences, settings_of_rank
 from megatron_snip.planning.plan import PrecisionPlan, assigned_plan
-from megatron_snip.run.solve import plan_from_rank_0
+from megatron_snip.planning.problem import PlanningProblem
+from megatron_snip.run.plans import RunPlans
+from megatron_snip.run.state import PendingProblem, RunState
 from megatron_snip.run.step import StepLoss
+from megatron_snip.statistics.records import StatisticsTable
 from megatron_snip.statistics.reduce import reduce_sums
 from megatron_snip.statistics.row_sums import BatchCounts, RankRows
 from megatron_snip.statistics.rows import RowLayout
@@ -124,33 +141,81 @@ MODELS = {
 }
 
 
+class RecordModel(PlannedModel):
+    """A planned model without modules: its linears are records."""
+
+    def __init__(self, places: Sequence[Placement], num_experts: int, topology: Topology) -> None:
+        """All ranks: agree on the linears, as for any model.
+
+        Args:
+            places: the linears of this rank.
+            num_experts: experts of a layer.
+            topology: this rank's place.
+        """
+        self._places = places
+        self._num_experts = num_experts
+        super().__init__([torch.nn.Module()], topology, seed=0)
+
+    @property
+    def config(self) -> Any:
+        """No setting that an option depends on."""
+        return SimpleNamespace()
+
+    def _own_facts(self, backend: Backend) -> dict[str, Any]:
+        self.machine = this_machine(False, None)
+        weight = torch.nn.Parameter(torch.zeros(1, dtype=torch.bfloat16))
+        experts = {}
+        linears: list[Any] = []
+        for place in {place.name: place for place in self._places}.values():
+            if place.expert is not None:
+                experts[place.name] = self._num_experts
+            linears.append(
+                SimpleNamespace(
+                    name=place.name,
+                    option=BF16,
+                    recipe="megatron",
+                    backend="simulate",
+                    weights=[weight],
+                    refusal=lambda _: None,
+                )
+            )
+        self.linears = linears
+        return {
+            "linears": own_linears(self._places),
+            "experts": experts,
+            "has_te": False,
+            "options": {linear.name: str(BF16) for linear in linears},
+            "rules": {},
+            "ties": [],
+            "file": {},
+        }
+
+
 class Job:
     """One rank of a job: the records of its linears, and SNIP's phases on them."""
 
     def __init__(self, model: Model, control: Control) -> None:
-        """All ranks: make this rank's records; exchanges nothing."""
+        """All ranks: make the records of this rank's linears; exchanges nothing."""
         self.control = control
-        self.shape = model
-        self.topology = Topology(control.rank, control.size, control=control)
+        self.num_experts = model.num_experts
+        stages = min(model.stages, control.size)
+        self.topology = Topology(control.rank, control.size, num_stages=stages, control=control)
         self.places = model.placements(control.rank, control.size)
         self.config = SnipConfig(formats=FORMATS, efficiency_target=0.5)
-        names = dict.fromkeys(place.name for place in self.places)
-        self.model: Any = SimpleNamespace(
-            linears=[SimpleNamespace(name=name, refusal=lambda _: None) for name in names],
-            runtime=SimpleNamespace(topology=self.topology),
-            _refusals={},
-        )
         self.linears: tuple[LinearInfo, ...] = ()
-        self.plan: PrecisionPlan | None = None
+        self.table: StatisticsTable | None = None
+        self.problem: PlanningProblem | None = None
 
     def start(self) -> None:
-        """All ranks: agree on linears and options; get the first plan from rank 0."""
-        facts = self.control.gather("reading the model's linears", lambda: own_linears(self.places))
-        self.linears = global_linears(facts.values)
-        options = (*self.config.options, BF16)
-        PlannedModel.refusals_of(self.model, options)
-        self.control.on_rank_0("opening the run directory", lambda: None)
-        self.plan = plan_from_rank_0(self._plan, self.control)
+        """All ranks: what `patches.attach` and the controller exchange before training."""
+        settings = settings_of_rank(self.config, argparse.Namespace())
+        refuse_differences(self.control.gather("checking the model", lambda: settings))
+        self.control.on_rank_0("opening --snip-output-dir", lambda: "a run")
+        model = RecordModel(self.places, self.num_experts, self.topology)
+        plans = RunPlans(self.config, model, None, None)
+        first = plans.first_plan(None, seed=0)
+        model.apply_together(lambda: first.plan)
+        self.linears = model.all_linears
 
     def _plan(self) -> PrecisionPlan:
         fp4 = Option.uniform("fp4")
@@ -161,21 +226,23 @@ class Job:
         """All ranks: from this rank's sums to a planning problem."""
         self.control.any(False)  # whether the optimizer has made enough steps
         formats = {name: get_format(name) for name in FORMATS}
-        of_experts = {
-            each.name: self.shape.num_experts for each in self.linears if each.is_of_experts
-        }
+        of_experts = {each.name: self.num_experts for each in self.linears if each.is_of_experts}
         settings = MeasureSettings(formats, 1, 0, num_experts=of_experts)
-        statistics, _ = reduce_sums(
-            self._sums(), settings, self.linears, 1.0, 2.0, dict, self.control
-        )
+        table, _ = reduce_sums(self._sums(), settings, self.linears, 1.0, 2.0, dict, self.control)
 
-        def problem() -> None:
-            table = divergence_table(
-                statistics, self.config.options, "fp4", self.config, warn=False
-            )
-            planning_problem(table, 0.5)
+        def problem() -> PlanningProblem:
+            options = self.config.options
+            found = divergence_table(table, options, "fp4", self.config, warn=False)
+            return planning_problem(found, 0.5)
 
-        self.control.attempt("making a planning problem", problem)
+        self.table = table
+        self.problem = self.control.attempt("making a planning problem", problem)
+
+    def state(self) -> RunState:
+        """Return the state of a run that waits for a plan; `refresh` has been called."""
+        assert self.problem is not None
+        pending = PendingProblem(1, 2, self.problem)
+        return RunState(1, self._plan(), observations=self.table, solve=pending)
 
     def _sums(self) -> RankRows:
         layout = RowLayout(FORMATS)
@@ -217,11 +284,12 @@ class Job:
 
 def rank_of(model: str, repetitions: int) -> dict[str, Any]:
     """On ranks: what each phase exchanged on this rank, and how long it took."""
+    dist.barrier()  # all have begun
     begin = time.perf_counter()
     control = Control.of_all_ranks()
+    control.any(False)  # ranks connect when they first exchange something
     found: dict[str, Any] = {"group": {"seconds": time.perf_counter() - begin}}
     job = Job(MODELS[model], control)
-    control.any(False)  # the ranks are connected, and have begun
     for name, run in job.phases.items():
         before = replace(control.traffic)
         wall: list[float] = []
@@ -260,12 +328,52 @@ def hop_and_bandwidth() -> tuple[float, float]:
 
 
 def computed(
-    phase: Mapping[str, float], ranks: int, size: int, hop_s: float, bandwidth: float
+    measured: Mapping[int, Mapping[str, float]], size: int, hop_s: float, bandwidth: float
 ) -> float:
-    """Return a phase's seconds at `size` ranks, from what `ranks` ranks measured."""
-    growth = math.ceil(math.log2(size)) / math.ceil(math.log2(ranks))
-    hops = phase["exchanges"] * 2 * math.ceil(math.log2(size))
-    return hops * hop_s + growth * (phase["bytes"] / bandwidth + phase["cpu_s"])
+    """Return a phase's seconds at `size` ranks, from what fewer ranks measured (by their number).
+
+    The formula is that of the module's docstring.
+    """
+    most = max(measured)
+    levels = math.ceil(math.log2(size))
+    growth = levels / math.ceil(math.log2(most))
+    cpu_s = growth * measured[most]["cpu_s"]
+    if len(measured) > 1:
+        counts = [math.log2(ranks) for ranks in measured]
+        line = statistics.linear_regression(counts, [each["cpu_s"] for each in measured.values()])
+        # A machine whose load changed may have measured less at more ranks.
+        slope = max(0.0, line.slope)
+        middle = statistics.fmean(each["cpu_s"] for each in measured.values())
+        cpu_s = middle + slope * (levels - statistics.fmean(counts))
+    hops = measured[most]["exchanges"] * 2 * levels
+    return hops * hop_s + growth * measured[most]["bytes"] / bandwidth + cpu_s
+
+
+def alone() -> dict[str, Any]:
+    """Return what one rank needs for large models: CPU seconds of a refresh, bytes of a state."""
+    dense = replace(MODELS["Llama-405B TP8 PP16"], stages=1, layers=1250)
+    experts = replace(MODELS["Kimi-K2 EP8 PP16"], stages=1, expert_ranks=1)
+    found: dict[str, Any] = {}
+    for name, model in (("5,000 linears", dense), ("61 layers of 384 experts", experts)):
+        job = Job(model, Control())
+        job.start()
+        times = []
+        for _ in range(REPETITIONS):
+            begin = time.process_time()
+            job.refresh()
+            times.append(time.process_time() - begin)
+        found[name] = {"linears": len(job.linears), "refresh_cpu_s": min(times)}
+    job = Job(replace(dense, layers=150), Control())
+    job.start()
+    job.refresh()
+    state = job.state()
+    sizes = {}
+    for name, each in (("state", replace(state, solve=None)), ("state with a problem", state)):
+        file = io.BytesIO()
+        torch.save(each.to_dict(), file)  # as Megatron keeps it beside its own settings
+        sizes[name] = file.tell()
+    found["600 linears"] = sizes
+    return found
 
 
 def run(models: Sequence[str], sizes: Sequence[int]) -> dict[str, Any]:
@@ -281,13 +389,17 @@ def run(models: Sequence[str], sizes: Sequence[int]) -> dict[str, Any]:
                 arguments = {"model": model, "repetitions": REPETITIONS}
                 ranks = server.run(size, "benchmarks.scale:rank_of", arguments, join=True)
                 measured[size] = most_of(ranks.finished())
-            largest = measured[max(sizes)]
             result["models"][model] = {
                 "measured": measured,
                 "computed_s": {
                     size: {
-                        name: computed(phase, max(sizes), size, hop_s, bandwidth)
-                        for name, phase in largest.items()
+                        name: computed(
+                            {ranks: found[name] for ranks, found in measured.items()},
+                            size,
+                            hop_s,
+                            bandwidth,
+                        )
+                        for name in measured[max(sizes)]
                         if name != "group"
                     }
                     for size in COMPUTED_AT
@@ -332,7 +444,13 @@ def main() -> None:
     parser.add_argument("--ranks", default="8,16,32,64", help="numbers of ranks to fork")
     parser.add_argument("--models", default=",".join(MODELS), help=f"of {', '.join(MODELS)}")
     parser.add_argument("--json", type=Path, default=RESULTS / "scale.jsonl")
+    parser.add_argument("--alone", action="store_true", help="what one rank does for large models")
     arguments = parser.parse_args()
+    if arguments.alone:
+        row = {"alone": alone()}
+        Console().print(row)
+        append_row(arguments.json, row)
+        return
     sizes = [int(size) for size in arguments.ranks.split(",")]
     result = run(arguments.models.split(","), sizes)
     console = Console()

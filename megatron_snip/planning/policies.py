@@ -192,10 +192,9 @@ def _steps(task: Task, start: Ints, items: Iterable[Item]) -> Iterator[tuple[int
         before = lowered.get(row, parse_option(names[start[row]]))
         target = parse_option(names[lowest[row]])
         lowered[row] = replace(before, **{gemm.value: target[gemm]})
-        name = str(lowered[row])
-        if name not in names:
+        column = {name: k for k, name in enumerate(names)}.get(str(lowered[row]))
+        if column is None:
             continue
-        column = names.index(name)
         if task.allowed[row, column] and gains[row, column] > gains[row, columns[row]]:
             columns[row] = column
             yield row, column

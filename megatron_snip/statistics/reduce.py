@@ -3,6 +3,8 @@
 The sums are FP64, one row for each linear (`rows.py`), after a row that counts the ranks which
 failed to measure. They are sums over the measured microbatches. The numbers of microbatches and of
 tokens in the batch stand before them in each row: statistics are scaled to all tokens of the batch.
+Rows of experts, which only health reads, follow in a second exchange, in FP32: there are as many
+as linears times experts, so they are the most bytes of a refresh.
 
 G times `grad_scale` is the gradient of the batch-mean loss (`TrainingStep.grad_scale`).
 """
@@ -71,11 +73,12 @@ def reduce_sums(
     also = torch.zeros(0, dtype=torch.float64) if also_summed is None else also_summed
     num_counts = len(BatchCounts._fields)
     width = num_counts + layout.width
-    sizes = [1 + len(also), len(linears) * width, len(experts) * layout.expert_width]
+    sizes = [1 + len(also), len(linears) * width]
     # Views of one tensor: what is written to them is summed with it, in one exchange.
     summed = torch.zeros(sum(sizes), dtype=torch.float64)
-    head, table, expert_rows = torch.split(summed, sizes)
-    expert_rows = expert_rows.view(len(experts), layout.expert_width)
+    head, table = torch.split(summed, sizes)
+    # A sum of all ranks is rounded log2(ranks) times, each time by 6e-8 at most.
+    expert_rows = torch.zeros((len(experts), layout.expert_width), dtype=torch.float32)
     batch, rows = torch.split(table.view(len(linears), width), [num_counts, layout.width], dim=1)
     sums = layout.split(rows)
     amax = torch.zeros((len(linears), len(Operand)))  # of it ranks take the maximum
@@ -96,6 +99,9 @@ def reduce_sums(
         by_text = zip(found.values, found.ranks, strict=True)
         raise RemoteFailure("measuring", {text: ranks for text, ranks in by_text if text})
     also.copy_(head[1:])
+    if experts:
+        control.sum_(expert_rows)
+    expert_rows = expert_rows.double()
 
     named = [dict(zip(layout.columns, row, strict=True)) for row in sums.statistics.tolist()]
     # A layer that is repeated three times counts a third of a microbatch in each call. Rounding
@@ -129,7 +135,7 @@ def _fill(table: Tensor, rows: Mapping[K, Tensor], keys: Sequence[K]) -> None:
     """Write this rank's rows where their keys are; waits for the device once."""
     if rows:
         index = {key: i for i, key in enumerate(keys)}
-        table[[index[key] for key in rows]] = torch.stack(list(rows.values())).cpu()
+        table[[index[key] for key in rows]] = torch.stack(list(rows.values())).cpu().to(table.dtype)
 
 
 def _batch_tokens(linears: Sequence[LinearInfo], counts: Sequence[BatchCounts]) -> float:
