@@ -158,7 +158,7 @@ def snip_config(args: argparse.Namespace, given: Mapping[str, Any] | SnipConfig)
         UsageError: one line; its `field` is the setting that is wrong.
         UnsupportedError: if SNIP is on and cannot run with a setting of Megatron's.
     """
-    config = given if isinstance(given, SnipConfig) else _config({**given, **_flags_in(args)})
+    config = settings_in(args, given)
     if not config.enabled:
         return config
     config = with_flags_of_the_job(config, args)
@@ -169,6 +169,15 @@ def snip_config(args: argparse.Namespace, given: Mapping[str, Any] | SnipConfig)
     if config.formats == (AUTO,) and hasattr(args, "transformer_impl"):
         config.model_copy(update={"formats": _auto_formats(config, args)}).check_pins()
     return config
+
+
+def settings_in(args: argparse.Namespace, given: Mapping[str, Any] | SnipConfig) -> SnipConfig:
+    """Build the settings; the arguments are those of `snip_config`.
+
+    Raises:
+        UsageError: one line; its `field` is the setting that is wrong.
+    """
+    return given if isinstance(given, SnipConfig) else _config({**given, **_flags_in(args)})
 
 
 def _auto_formats(config: SnipConfig, args: argparse.Namespace) -> tuple[str, ...]:

@@ -409,6 +409,24 @@ CHANGES = (
         "all, with --cpu",
         "when the distributed optimizer supports PyTorch's AdamW",
     ),
+    # ---- jobs that are not run -------------------------------------------------------------------
+    Change(
+        (
+            "torch.distributed:init_process_group",
+            "megatron.core.parallel_state:initialize_model_parallel",
+            "megatron.core.parallel_state:create_group",
+            "megatron.core.parallel_state:get_nccl_options",
+            "torch.nn:Module.cuda",
+            "torch.nn:Module.to_empty",
+            "megatron.core.tensor_parallel.layers:_grad_accum_fusion_available",
+        ),
+        "patches/preflight/world.py",
+        "Builds the model of any rank of a job for megatron-snip preflight, without other ranks "
+        "and without memory.",
+        "--fake-process-group of Megatron 0.19 makes the groups; nothing upstream stops there",
+        "all, in megatron-snip preflight",
+        "never: it is how preflight works",
+    ),
 )
 """Every change, in the order of the page docs/megatron.md."""
 

@@ -4,7 +4,6 @@ With them a linear would multiply other tensors than SNIP sees, or an iteration 
 measured or repeated. The plan would then be logged and not run.
 """
 
-import importlib
 import sys
 from argparse import Namespace
 from collections.abc import Sequence
@@ -13,7 +12,7 @@ from typing import Any
 import torch
 
 from megatron_snip.errors import UnsupportedError, listing
-from megatron_snip.linears.te.modules import EXTENSION
+from megatron_snip.linears.te.modules import have_te
 from megatron_snip.patches.fast_flags import FAST_FLAGS
 from megatron_snip.patches.flag_rows import FlagRow, given
 
@@ -26,7 +25,7 @@ def _scaled_moments(args: Namespace) -> bool:
 
 def _te_is_missing(args: Namespace) -> bool:
     asked = getattr(args, "transformer_impl", None) == "transformer_engine"
-    return asked and not importlib.import_module(EXTENSION).HAVE_TE
+    return asked and not have_te()
 
 
 def _inspects_tensors(args: Namespace) -> bool:
@@ -62,17 +61,19 @@ def _has_static_nccl_ep(args: Namespace) -> bool:
     return given("moe_expert_rank_capacity_factor")(args)
 
 
+TE_IS_MISSING = FlagRow(
+    "--transformer-impl transformer_engine (Megatron's default)",
+    _te_is_missing,
+    plans="refuses",
+    text="Transformer Engine cannot be imported",
+    remedy="install it, or give --transformer-impl local",
+)
+
 # Where a flag reaches the linears, they refuse it as well: a loop of one's own has no flags to
 # check. `weights_of` in linears/te/modules.py refuses one tensor of all experts' weights, and
 # `_quantizable` in linears/megatron_linear.py runs in BF16 what is gathered inside the GEMM.
 INCOMPATIBLE_FLAGS: tuple[FlagRow, ...] = (
-    FlagRow(
-        "--transformer-impl transformer_engine (Megatron's default)",
-        _te_is_missing,
-        plans="refuses",
-        text="Transformer Engine cannot be imported",
-        remedy="install it, or give --transformer-impl local",
-    ),
+    TE_IS_MISSING,
     FlagRow(
         "--fp16",
         given("fp16"),

@@ -35,6 +35,7 @@ COMMANDS: dict[str, str] = {
     "export": "a plan for Megatron without SNIP, torchtitan, ModelOpt, or as YAML",
     "import": "a plan from Megatron's precision file",
     "schema": "the JSON Schema of a file that SNIP writes",
+    "preflight": "what SNIP would do with a job: without its GPUs, before it is queued",
     "doctor": "what this machine can run, and which command line to use",
 }
 """Every subcommand with its help, in the order of --help."""
@@ -65,9 +66,14 @@ class Parser(argparse.ArgumentParser):
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Refuse unknown flags before argparse asks for those that are missing."""
         known = self._option_string_actions
-        for word in args or ():
-            if word == "--" or (self._subparsers is not None and not word.startswith("-")):
+        takes_rest = any(action.nargs == argparse.REMAINDER for action in self._actions)
+        words = iter(args or ())
+        for word in words:
+            is_positional = not word.startswith("-")
+            if word == "--" or (is_positional and (self._subparsers is not None or takes_rest)):
                 break
+            if takes_rest and word in known and known[word].nargs is None:
+                next(words, None)  # its value
             flag = word.partition("=")[0]
             if flag.startswith("--") and " " not in flag and flag not in known:
                 hint = did_you_mean(flag, known)

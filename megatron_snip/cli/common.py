@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import re
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -75,6 +76,18 @@ def positive(text: str) -> float:
         if 0.0 < float(text) < LARGEST:
             return float(text)
     raise argparse.ArgumentTypeError(f"must be a number above 0, got '{text}'")
+
+
+def capability(text: str) -> tuple[int, int]:
+    """Return the compute capability (major, minor) of a flag, for argparse.
+
+    Raises:
+        argparse.ArgumentTypeError: if it has another form.
+    """
+    match = re.fullmatch(r"(\d{1,3})\.(\d{1,3})", text)
+    if match is None:
+        raise argparse.ArgumentTypeError(f"must be like 9.0 or 10.0, got '{text}'")
+    return int(match[1]), int(match[2])
 
 
 def check_output(path: Path, inputs: Iterable[Path | None], kind: str = "") -> None:

@@ -11,12 +11,11 @@ translations.py has the names and formats of torchtitan and ModelOpt.
 
 import argparse
 import json
-import re
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
-from megatron_snip.cli.common import check_output, write_output
+from megatron_snip.cli.common import capability, check_output, write_output
 from megatron_snip.cli.pipeline_flags import add_stage_flags, stage_layers_from
 from megatron_snip.cli.translations import modelopt_config, torchtitan_filters
 from megatron_snip.errors import UsageError
@@ -53,7 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     text = "the file to write; OUT.stage0.yaml and so on if pipeline stages need different ones"
     add("--output", metavar="OUT", type=Path, required=True, help=text)
     text = "te-precision: compute capability of the GPUs, such as 9.0 (Hopper) [this machine's]"
-    add("--capability", metavar="X.Y", type=_capability, help=text)
+    add("--capability", metavar="X.Y", type=capability, help=text)
     text = "te-precision: what fp8 means, the run's --fp8-recipe [the best of the GPU]"
     add("--fp8-recipe", choices=_values("fp8", "recipe"), help=text)
     text = "te-precision: with --fp8-recipe, the run's --fp8-format [e4m3]"
@@ -201,13 +200,6 @@ def _print_required_flags(
         print(advice)
     others = "run in the job's own precision" if needed.kind else "stay in BF16"
     print(f"Linears that the plan does not name {others}.")
-
-
-def _capability(text: str) -> tuple[int, int]:
-    match = re.fullmatch(r"(\d{1,3})\.(\d{1,3})", text)
-    if match is None:
-        raise argparse.ArgumentTypeError(f"must be like 9.0 or 10.0, got '{text}'")
-    return int(match[1]), int(match[2])
 
 
 def _recipes(plan: PrecisionPlan, machine: Machine) -> tuple[dict[Option, TERecipe], list[str]]:

@@ -24,6 +24,9 @@ def show(out: Console) -> None:
     if machine.capability is not None and machine.te_version is not None:
         _print_runs(out, machine)
     _print_functions(out)
+    out.print(
+        "What SNIP would do with a job, before it is queued: megatron-snip preflight SCRIPT ARGS"
+    )
     out.print(f"Recommended on this machine:\n  {recommended_command(machine)}", soft_wrap=True)
 
 

@@ -71,9 +71,7 @@ def prepare_script(words: Sequence[str]) -> Path:
     if not rest:
         raise UsageError(f"{CPU_FLAG} needs a script: python -m megatron_snip {CPU_FLAG} SCRIPT")
     script = Path(rest[0])
-    if not script.is_file():
-        raise UsageError(f"cannot find the script '{script}'")
-    _check_python(script)
+    check_script(script)
     sys.argv = rest  # as `python SCRIPT` would set both
     if not sys.flags.safe_path:  # python -P keeps scripts' directories out
         sys.path[0] = str(script.resolve().parent)
@@ -91,11 +89,16 @@ def prepare_script(words: Sequence[str]) -> Path:
     return script
 
 
-def _check_python(script: Path) -> None:
+def check_script(script: Path) -> None:
     """Refuse a file that cannot be read, and one without `.py` that is no Python.
 
     A script imports something. JSON can be Python, but imports nothing.
+
+    Raises:
+        UsageError: if there is no such script, or it is a file of data.
     """
+    if not script.is_file():
+        raise UsageError(f"cannot find the script '{script}'")
     try:
         with script.open("rb") as stream:
             text = stream.read(MAX_BYTES)

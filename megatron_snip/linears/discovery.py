@@ -62,8 +62,11 @@ _DATA_FLOW = {name: order for order, name in enumerate(_USUAL)}
 """Order of the usual linears within a layer; modules register in another order."""
 
 
-def current_topology() -> Topology:
-    """All ranks: read Megatron's initialized parallel state; makes the control plane.
+def current_topology(control: Control | None = None) -> Topology:
+    """All ranks: read Megatron's initialized parallel state.
+
+    Args:
+        control: the control plane; by default one of all ranks is made.
 
     Raises:
         UnsupportedError: if Megatron's model parallel groups are not initialized.
@@ -87,7 +90,7 @@ def current_topology() -> Topology:
         expert_data=_axis(expert_data),
         context=int(parallel_state.get_context_parallel_world_size()),
         num_stages=int(parallel_state.get_pipeline_model_parallel_world_size()),
-        control=Control.of_all_ranks(),
+        control=Control.of_all_ranks() if control is None else control,
     )
 
 

@@ -107,22 +107,10 @@ def reachable_target(
         if available.fixed:
             text += f": {summary(available.fixed, len(problem.linears))}"
         raise UsageError(text + _advice(problem, available, 0.0))
-    best = 1.0
-    try:
-        with naming_field("pins"):
-            settings = PlanSettings(**config.planning_values(), pins=available.pins)
-            check_constraints(problem, settings)
-    except InfeasiblePlanError as error:
-        best = error.best_target or 0.0
+    least, best = reachable_range(config, problem, available)
     if best == 0.0:  # `check_settings` refuses it
         return config, []
     default = config.efficiency_target
-    least = 0.0  # what fixed linears save in any plan
-    if config.cost == "flops":
-        flops = {row.name: row.flops for row in problem.linears}
-        for name, each in available.fixed.items():
-            share = each.option.share_in(config.lowest_format)
-            least += flops[name] * share / sum(flops.values())
     target = round(least + default * max(best - least, 0.0), 6)
     if target == default:
         return config, []
@@ -132,6 +120,35 @@ def reachable_target(
         f"can reach{above}; --snip-efficiency-target sets another"
     )
     return config.model_copy(update={"efficiency_target": target}), [warning]
+
+
+def reachable_range(
+    config: SnipConfig, problem: PlanningProblem, available: AvailableOptions
+) -> tuple[float, float]:
+    """Return the least efficiency of any plan, and the highest.
+
+    Args:
+        config: the run's settings.
+        problem: what every linear can run, at target 1.
+        available: what the linears can run, and what is fixed.
+
+    Raises:
+        UsageError: if a pin does not fit.
+    """
+    best = 1.0
+    try:
+        with naming_field("pins"):
+            settings = PlanSettings(**config.planning_values(), pins=available.pins)
+            check_constraints(problem, settings)
+    except InfeasiblePlanError as error:
+        best = error.best_target or 0.0
+    least = 0.0  # what fixed linears save in any plan
+    if config.cost == "flops":
+        flops = {row.name: row.flops for row in problem.linears}
+        for name, each in available.fixed.items():
+            share = each.option.share_in(config.lowest_format)
+            least += flops[name] * share / sum(flops.values())
+    return least, best
 
 
 def _advice(problem: PlanningProblem, available: AvailableOptions, reached: float) -> str:

@@ -87,15 +87,18 @@ def active_modes() -> list[Any]:
     return modes
 
 
+def is_cuda(device: Any) -> bool:
+    """Return whether a value names a CUDA device, in any spelling."""
+    if isinstance(device, str):
+        return device.partition(":")[0] == "cuda"
+    if isinstance(device, torch.device):
+        return device.type == "cuda"
+    return isinstance(device, int) and not isinstance(device, bool)
+
+
 def _on_cpu(device: Any) -> Any:
-    """Return the CPU for a CUDA device in any spelling, and anything else as it is."""
-    if isinstance(device, bool) or device is None:
-        return device
-    if isinstance(device, int):
-        return CPU
-    named = isinstance(device, str) and device.partition(":")[0] == "cuda"
-    typed = isinstance(device, torch.device) and device.type == "cuda"
-    return CPU if named or typed else device
+    """Return the CPU for a CUDA device, and anything else as it is."""
+    return CPU if is_cuda(device) else device
 
 
 def _to(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -71,6 +71,7 @@ WITH_TE = {
     "te dp2": (2, [*TE, *OVERLAP]),
     "te dist-opt2": (2, [*TE, "--use-distributed-optimizer"]),
     "te pp2": (2, [*TE, *PP2]),
+    "te vpp2": (2, [*TE, *PP2, "--num-virtual-stages-per-pipeline-rank", "2"]),
     "te ep2": (2, [*TE, *EXPERTS, "--moe-grouped-gemm", "--moe-token-dispatcher-type", "alltoall"]),
     "te fsdp2": (2, [*FSDP2, *TE]),
     "te megatron-fsdp": (2, [*MEGATRON_FSDP, *TE]),

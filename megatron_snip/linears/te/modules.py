@@ -21,6 +21,7 @@ same, and rank 0 reports it (`topology.Axis`). Without sequence parallelism Mega
 the positional columns of latent attention's G over these ranks; rank 0's are used.
 """
 
+import importlib
 import sys
 from typing import Any
 
@@ -54,6 +55,11 @@ TOKENS_KNOWN = frozenset(
 )
 """Replicated modules that Megatron (0.16 to 0.19) gives a rank's own part of the tokens under
 sequence parallelism. Others may gather their input first (a sparse attention's indexer does)."""
+
+
+def have_te() -> bool:
+    """Return whether Megatron has found Transformer Engine."""
+    return bool(importlib.import_module(EXTENSION).HAVE_TE)
 
 
 def te_kind(module: torch.nn.Module) -> LinearKind | None:

@@ -179,6 +179,17 @@ BAD = {
         ("empty", "'empty' is no precision file of Megatron: no 'matchers'"),
         ("", "the following arguments are required: FILE.yaml"),
     ],
+    "preflight": [
+        ("", "needs a script: megatron-snip preflight SCRIPT ARGS"),
+        ("absent.py --snip", "cannot find the script 'absent.py'"),
+        ("plan.json", "'plan.json' is no Python script"),
+        ("llama3_8b_pretrain", "'llama3_8b_pretrain' is no script, and Megatron-Bridge"),
+        ("--gpus 0 absent.py", "--gpus: must be an integer from 1"),
+        ("--capability ten absent.py", "--capability: must be like 9.0 or 10.0, got 'ten'"),
+        ("--jsno absent.py", "unknown flag '--jsno'"),
+        ("--json absent.py --foo", "cannot find the script 'absent.py'"),
+        ("--json @absent", "cannot read the argument file 'absent'"),
+    ],
     "doctor": [("--jsno", "unknown flag '--jsno'")],
 }
 CASES = [(f"{command} {words}", text) for command, rows in BAD.items() for words, text in rows]

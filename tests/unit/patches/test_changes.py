@@ -19,6 +19,8 @@ OWN = {
     "patches/megatron_bridge/settings.py": "settings of a job without a GPU",
     "patches/megatron_bridge/loop.py:_counting_flops_once": "a counter of Bridge's, put back",
     "megatron_snip/trainer/checkpoint.py": "the demo's checkpoints",
+    "patches/preflight/megatron_lm.py": "settings of a job that is not run",
+    "patches/preflight/megatron_bridge.py": "settings of a job that is not run",
 }
 """Places that set attributes and change no function of others, with what they set."""
 

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 
 from megatron_snip.errors import UnsupportedError
+from megatron_snip.linears.te.modules import EXTENSION
 from megatron_snip.patches import incompatible
 from megatron_snip.patches.fast_flags import FAST_FLAGS
 from tests.recipes import count, load, table
@@ -17,7 +18,7 @@ LEAST_PLANNED = 183
 
 @pytest.fixture(autouse=True)
 def with_te(monkeypatch: pytest.MonkeyPatch) -> None:
-    extension: Any = __import__(incompatible.EXTENSION, fromlist=["HAVE_TE"])
+    extension: Any = __import__(EXTENSION, fromlist=["HAVE_TE"])
     monkeypatch.setattr(extension, "HAVE_TE", True)
 
 

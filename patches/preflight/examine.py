@@ -1,0 +1,295 @@
+"""What SNIP would do with a job that was built: the job's own checks, in the job's order.
+
+Nothing is decided here. `PlannedModel`, `RunPlans` and the tables of flags decide, as they do in
+the job; what they decide is put into one record.
+"""
+
+from argparse import Namespace
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from megatron.core.utils import get_model_config
+
+from megatron_snip.config import SnipConfig
+from megatron_snip.errors import InfeasiblePlanError, UnsupportedError, UsageError
+from megatron_snip.flags import flag_name
+from megatron_snip.linears.model import PlannedModel
+from megatron_snip.linears.te.machine import te_support
+from megatron_snip.linears.te.modules import have_te
+from megatron_snip.options import BF16
+from megatron_snip.patches.arguments import PREFIX, settings_in, with_flags_of_the_job
+from megatron_snip.patches.attach import evaluation_samples_of, microbatch_tokens_of
+from megatron_snip.patches.fast_flags import FAST_FLAGS
+from megatron_snip.patches.incompatible import (
+    INCOMPATIBLE_FLAGS,
+    TE_IS_MISSING,
+    check_modules,
+    running_settings,
+)
+from megatron_snip.patches.megatron_bridge.settings import in_bridges_names
+from megatron_snip.patches.preflight import costs
+from megatron_snip.patches.preflight.job import BRIDGE_LOOP, BuiltJob
+from megatron_snip.patches.preflight.stages import Stage, on_all
+from megatron_snip.planning.fixed import by_source
+from megatron_snip.planning.policies import get_policy
+from megatron_snip.run.feasibility import reachable_range
+from megatron_snip.run.plans import RunPlans
+
+
+@dataclass
+class Preflight:
+    """What SNIP would do with a job.
+
+    Attributes:
+        version: of this record.
+        layout: sizes of the parallel layout, by short name.
+        machine: the GPU and Transformer Engine that the answer is about.
+        backend: what runs the linears.
+        linears: their numbers: all, those of experts, layers, by pipeline stage.
+        flags: the job's settings that SNIP knows: flag, what plans do under it, and how.
+        job: share of the linears' FLOPs in each option that the job itself runs.
+        fixed: linears whose option is fixed, by what fixes them.
+        formats: what plans choose from.
+        formats_why: why `auto` takes others than the lowest two; empty if it does not.
+        recipes: what runs each format.
+        only_measures: whether no plan is made.
+        target: `given`, or null; `runs`, what the run has; `least` and `best`, what plans reach;
+            `job`, the share that the job itself runs in the lowest precision.
+        refused: why the job would end; empty if it runs.
+        warnings: what the job would warn of.
+        unknown: what this machine cannot know.
+        memory_gib: what SNIP adds to the rank that gets the most (`costs.memory_gib`); computed.
+        measuring: what measured iterations cost (`costs.measuring`); computed.
+        control_s: seconds of the control plane by phase (`costs.control_seconds`); computed.
+        problem: what each linear can run, as a file of `problems/` has it; nothing is measured, so
+            all quality losses are 0.
+    """
+
+    version: int = 1
+    layout: dict[str, int] = field(default_factory=dict)
+    machine: str = ""
+    backend: str = ""
+    linears: dict[str, Any] = field(default_factory=dict)
+    flags: list[dict[str, str]] = field(default_factory=list)
+    job: dict[str, float] = field(default_factory=dict)
+    fixed: dict[str, dict[str, Any]] = field(default_factory=dict)
+    formats: list[str] = field(default_factory=list)
+    formats_why: str = ""
+    recipes: dict[str, str] = field(default_factory=dict)
+    only_measures: bool = False
+    target: dict[str, float | None] = field(default_factory=dict)
+    refused: list[str] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+    unknown: list[str] = field(default_factory=list)
+    memory_gib: dict[str, float] = field(default_factory=dict)
+    measuring: dict[str, Any] = field(default_factory=dict)
+    control_s: dict[str, float] = field(default_factory=dict)
+    problem: dict[str, Any] = field(default_factory=dict)
+
+
+def examine(job: BuiltJob) -> Preflight:
+    """Return what SNIP would do with a job.
+
+    Args:
+        job: the job, with its model.
+
+    Raises:
+        UsageError: if a setting of SNIP's is wrong by itself.
+    """
+    found = Preflight(layout=_layout(job), unknown=list(job.notes))
+    try:
+        config = settings_in(job.args, job.given).model_copy(update={"enabled": True})
+    except UsageError as error:
+        raise UsageError(_text(error)) from None
+    found.target["given"] = (
+        config.efficiency_target if "efficiency_target" in config.model_fields_set else None
+    )
+    first = job.stages[0].chunks
+    settings = running_settings(job.args, get_model_config(first[0]))
+    config = _check_flags(found, config, [job.args, settings])
+    for stage in job.stages:
+        _note(found, lambda stage=stage: check_modules(stage.chunks))  # type: ignore[misc]
+    models = _models(found, job, config)
+    if models:
+        _plan(found, job, config, models)
+    found.refused = list(dict.fromkeys(found.refused))
+    if job.loop == BRIDGE_LOOP:
+        found.refused = list(map(in_bridges_names, found.refused))
+        found.warnings = list(map(in_bridges_names, found.warnings))
+        found.flags = [{k: in_bridges_names(v) for k, v in row.items()} for row in found.flags]
+    return found
+
+
+def _layout(job: BuiltJob) -> dict[str, int]:
+    args = job.args
+    top = job.stages[0].topology
+    chunks = len(job.stages[0].chunks)
+    has_experts = bool(getattr(args, "num_experts", None))
+    sizes = {
+        "ranks": job.num_ranks,
+        "TP": top.tp.size,
+        "PP": top.num_stages,
+        "VPP": chunks,
+        "CP": top.context,
+        "EP": int(getattr(args, "expert_model_parallel_size", None) or 1) if has_experts else 1,
+        "ETP": top.expert_tp.size if has_experts else 1,
+        "DP": top.data.size // top.context,
+    }
+    return {name: size for name, size in sizes.items() if size > 1 or name in ("ranks", "DP")}
+
+
+def _check_flags(found: Preflight, config: SnipConfig, both: list[Namespace]) -> SnipConfig:
+    """Note the job's settings that SNIP knows; return the settings under them.
+
+    Args:
+        found: gets them.
+        config: SNIP's settings.
+        both: the job's settings, as given and as the built model runs them. A job checks both.
+    """
+    rows = {}
+    for args in both:
+        with_backend = Namespace(**{**vars(args), "snip_backend": config.backend})
+        for row in (*INCOMPATIBLE_FLAGS, *FAST_FLAGS):
+            if row.is_on(with_backend):
+                rows[row.flag] = row
+    if TE_IS_MISSING.flag in rows:  # of this machine, and not of the job's
+        del rows[TE_IS_MISSING.flag]
+        found.unknown.append(
+            "Transformer Engine is not installed here: linears are those of Megatron's own layers, "
+            "and which options each can run is not known"
+        )
+    for row in rows.values():
+        found.flags.append({"flag": row.flag, "effect": row.plans, "text": row.text})
+        if row.refusal is not None:
+            found.refused.append(row.refusal)
+    if any(row.refusal for row in rows.values()):
+        return config
+    for args in both:
+        with_te = Namespace(**{**vars(args), **_without_te(args)})
+        config = with_flags_of_the_job(config, with_te)
+    return config
+
+
+def _without_te(args: Namespace) -> dict[str, str]:
+    return {} if have_te() or not hasattr(args, "transformer_impl") else {"transformer_impl": ""}
+
+
+def _note(found: Preflight, action: Callable[[], Any]) -> Any:
+    """Return what a check of the job returns; note what it refuses, and return None."""
+    try:
+        return action()
+    except UnsupportedError as error:
+        found.refused += error.messages
+    except UsageError as error:
+        found.refused.append(_text(error))
+    except InfeasiblePlanError as error:
+        found.refused.append(str(error))
+    return None
+
+
+def _text(error: UsageError) -> str:
+    name = "" if error.field is None else f"{flag_name(PREFIX, error.field)}: "
+    return f"{name}{error.message}"
+
+
+def _models(found: Preflight, job: BuiltJob, config: SnipConfig) -> list[PlannedModel] | None:
+    """Return the planned linears of each stage, and note them."""
+    args = job.args
+    tokens, encoder = microbatch_tokens_of(args, int(args.micro_batch_size))
+
+    def planned(stage: Stage) -> PlannedModel:
+        model = PlannedModel(
+            stage.chunks,
+            stage.topology,
+            int(getattr(args, "seed", 0)),
+            config.backend,
+            tokens,
+            encoder,
+        )
+        model.runtime.evaluation_tokens = microbatch_tokens_of(args, evaluation_samples_of(args))
+        return model
+
+    models: list[PlannedModel] | None = _note(found, lambda: on_all(job.stages, planned))
+    if not models:
+        return None
+    linears = models[0].all_linears
+    found.backend = models[0].backend
+    found.machine = str(models[0].machine)
+    if models[0].machine.te_version is not None:
+        found.machine += f", Transformer Engine {models[0].machine.te_version}"
+    of_experts = [each for each in linears if each.is_of_experts]
+    found.linears = {
+        "all": len(linears),
+        "of experts": len(of_experts),
+        "experts": max(models[0].job.num_experts.values(), default=0),
+        "by stage": dict(sorted(Counter(each.stage for each in linears).items())),
+        "parameters of a rank": [
+            sum(p.numel() for chunk in stage.chunks for p in chunk.parameters())
+            for stage in job.stages
+        ],
+    }
+    flops = {each.name: each.flops_per_token for each in linears}
+    shares: Counter[str] = Counter()
+    for name, option in models[0].job.options.items():
+        shares[str(option)] += flops[name] / sum(flops.values())  # type: ignore[assignment]
+    found.job = dict(shares)
+    return models
+
+
+def _plan(found: Preflight, job: BuiltJob, config: SnipConfig, models: list[PlannedModel]) -> None:
+    """Note what plans choose from and reach, and what refuses every plan."""
+    of_stage = {id(stage): model for stage, model in zip(job.stages, models, strict=True)}
+    train_iters = getattr(job.args, "train_iters", None)
+    found.only_measures = config.collect_only
+
+    def planned(stage: Stage) -> RunPlans:
+        return RunPlans(config, of_stage[id(stage)], train_iters, None)
+
+    every: list[RunPlans] | None = _note(found, lambda: on_all(job.stages, planned))
+    if every is None:
+        return
+    plans, model = every[0], models[0]
+    available = plans.available
+    found.formats = list(plans.config.formats)
+    found.formats_why = available.formats_why
+    if model.backend == "te":
+        names = plans.config.named_formats
+        found.recipes = {name: te_support(name, model.machine)[1] for name in names}
+    found.fixed = by_source(available.fixed)
+    found.warnings += available.warnings
+    _note(found, lambda: _targets(found, plans, model))
+    problem = plans.problem_without_measurements(found.target.get("runs") or 0.0)
+    found.problem = problem.to_dict()
+    found.measuring = costs.measuring(job, plans.config)
+    found.control_s = costs.control_seconds(len(model.all_linears), job.num_ranks)
+    options = available.options
+    if not found.only_measures and len(options) > 1:
+        highest, lowest = options[0], options[-1]
+        target = found.target.get("runs") or 0.0
+        found.memory_gib = costs.memory_gib(job, models, (highest, lowest), target)
+    of_plans = {id(stage): each for stage, each in zip(job.stages, every, strict=True)}
+    _note(found, lambda: on_all(job.stages, lambda stage: of_plans[id(stage)].first_plan(None, 0)))
+    refusals = on_all(
+        job.stages,
+        lambda stage: of_stage[id(stage)].evaluation_refusals(available.options),
+    )[0]
+    if refusals and config.eval_precision != "bf16":
+        found.warnings.append(f"evaluations cannot run every plan: {'; '.join(refusals)}")
+
+
+def _targets(found: Preflight, plans: RunPlans, model: PlannedModel) -> None:
+    """Note which targets plans reach, and which one the run has."""
+    config = plans.config
+    if config.collect_only or not get_policy(config.policy).heeds_target:
+        return
+    problem = plans.problem_without_measurements(1.0)
+    least, best = reachable_range(config, problem, plans.available)
+    total = sum(each.flops_per_token for each in model.all_linears)
+    in_job = 0.0
+    for each in model.all_linears:
+        option = model.job.options.get(each.name, BF16)
+        in_job += option.share_in(config.lowest_format) * each.flops_per_token / total
+    runs = max(point.target for point in plans.targets.points)
+    found.target |= {"runs": runs, "least": least, "best": best, "job": in_job}

@@ -1,0 +1,109 @@
+"""Preflight without a script: a world of many ranks, stages as ranks, and what things cost."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks.machine import RESULTS
+from megatron_snip.errors import UnsupportedError
+from megatron_snip.patches.preflight import costs
+from megatron_snip.patches.preflight.job import BuiltJob, least_ranks
+from megatron_snip.patches.preflight.stages import Stage, groups_of, on_all
+from megatron_snip.patches.preflight.world import World, gpu_of
+from megatron_snip.topology import Topology
+from tests.processes import ROOT, run_copy
+
+
+def stages(size: int) -> list[Stage]:
+    return [
+        Stage([], Topology(rank=rank, world_size=size, control=group.control), group)
+        for rank, group in enumerate(groups_of(size))
+    ]
+
+
+def test_stages_exchange_as_ranks_do() -> None:
+    def act(stage: Stage) -> Any:
+        control = stage.topology.control
+        gathered = control.gather("test", lambda: stage.topology.rank // 2)
+        total = control.sum_(torch.tensor([float(stage.topology.rank)]))
+        return list(gathered.by_rank()), float(total)
+
+    assert on_all(stages(5), act) == [([0, 0, 1, 1, 2], 10.0)] * 5
+
+
+def test_what_one_stage_refuses_all_refuse() -> None:
+    def act(stage: Stage) -> Any:
+        def refuse() -> None:
+            if stage.topology.rank == 2:
+                raise UnsupportedError("not here")
+
+        return stage.topology.control.gather("test", refuse)
+
+    with pytest.raises(UnsupportedError, match="not here"):
+        on_all(stages(3), act)
+
+
+def test_a_stage_that_fails_alone_ends_the_others() -> None:
+    def act(stage: Stage) -> Any:
+        if stage.topology.rank == 1:
+            raise ZeroDivisionError("alone")
+        return stage.topology.control.gather("test", lambda: 0)
+
+    with pytest.raises(ZeroDivisionError, match="alone"):
+        on_all(stages(4), act)
+
+
+def test_a_large_layout_is_built_on_the_meta_device(tmp_path: Path) -> None:
+    """512 ranks of TP 8 and PP 4, as `fake` process groups; a copy of this process has them."""
+    path = tmp_path / "found.json"
+
+    def build() -> None:
+        from tests.models import build as build_model
+
+        world = World(512)
+        job = BuiltJob(512, {}, world=world)
+        shapes = {"hidden_size": 8192, "ffn_hidden_size": 28672, "num_attention_heads": 64}
+        shapes |= {"num_query_groups": 8, "num_layers": 8, "sequence_parallel": True}
+        layout = {"tensor_model_parallel_size": 8, "pipeline_model_parallel_size": 4}
+        shapes |= {**layout, "pipeline_dtype": torch.bfloat16, "use_cpu_initialization": False}
+        with gpu_of((9, 0)), world.installed():
+            world.start(**layout)
+            job.build(lambda: [build_model(te=False, **shapes)])
+        tops = [stage.topology for stage in job.stages]
+        devices = {p.device.type for s in job.stages for c in s.chunks for p in c.parameters()}
+        found = {
+            "ranks": [top.rank for top in tops],
+            "stages": [top.stage for top in tops],
+            "data": [top.data.size for top in tops],
+            "devices": sorted(devices),
+        }
+        path.write_text(json.dumps(found))
+
+    assert run_copy(build) == 0
+    found = json.loads(path.read_text())
+    assert found["stages"] == [0, 1, 2, 3] and found["ranks"] == [0, 128, 256, 384]
+    assert found["data"] == [16] * 4 and found["devices"] == ["meta"]
+
+
+def test_the_fewest_ranks_of_a_layout() -> None:
+    from argparse import Namespace
+
+    layout = {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 4}
+    assert least_ranks(Namespace(**layout)) == 8
+    experts = {"expert_model_parallel_size": 8, "expert_tensor_parallel_size": 1}
+    assert least_ranks(Namespace(**layout, **experts)) == 32
+
+
+def test_the_numbers_are_those_of_the_benchmarks() -> None:
+    row = json.loads((RESULTS / "scale.jsonl").read_text().splitlines()[1])
+    assert row["hop_us"] == pytest.approx(1e6 * costs.HOP_S, rel=0.01)
+    assert 1e6 * row["mb_per_s"] == pytest.approx(costs.BYTES_PER_S, rel=0.01)
+    model = row["models"]["Llama-405B TP8 PP16"]
+    computed = costs.control_seconds(costs.SCALE_LINEARS, 16384)
+    for phase, seconds in computed.items():
+        assert seconds == pytest.approx(model["computed_s"]["16384"][phase], rel=0.02)
+    page = (ROOT / "docs" / "gpu.md").read_text()
+    assert all(str(ratio) in page for ratio in costs.MEASURED_OVER_BASELINE)
