@@ -251,7 +251,7 @@ def test_bad_input_ends_once_per_host_before_the_model_is_built(
 def test_an_output_directory_that_cannot_be_used_is_named_by_its_flag(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text("mine")
     with pytest.raises(UsageError, match="not the marker") as caught:
-        make_writers(SnipConfig(output_dir=tmp_path), Namespace(), Topology(), lambda: (None, None))
+        make_writers(SnipConfig(output_dir=tmp_path), Namespace(), Topology(), dict)
     assert caught.value.field == "output_dir"
     assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
 
@@ -266,7 +266,7 @@ class Job:
         """Start, apply plans, end; return the run's identity."""
         config = SnipConfig(output_dir=self.folder)
         args = Namespace(iteration=0 if state is None else state.iteration)
-        (files,), identity = make_writers(config, args, Topology(), lambda: (None, None), state)
+        (files,), identity = make_writers(config, args, Topology(), dict, state)
         for iteration, plan in plans:
             files.write(Event(iteration, PlanApplied(plan, {}, 1, 0.0)))
             files.write(Event(iteration, Metrics({"loss": 2.0})))
@@ -307,9 +307,7 @@ def test_a_resumed_run_continues_its_own_directory_and_archives_that_of_another(
     assert a.iterations == [5] and (a.folder / "previous-1" / "metrics.jsonl").exists()
     # A checkpoint without SNIP's state is of no run of SNIP's.
     args = Namespace(iteration=7)
-    (files,), _ = make_writers(
-        SnipConfig(output_dir=b.folder), args, Topology(), lambda: (None, None)
-    )
+    (files,), _ = make_writers(SnipConfig(output_dir=b.folder), args, Topology(), dict)
     files.close()
     assert b.iterations == [] and (b.folder / "previous-2" / "metrics.jsonl").exists()
 
@@ -342,7 +340,9 @@ def test_a_dashboard_that_fails_at_the_start_is_left_out(
     board, wandb = Mock(), Mock()
     wandb.config.update.side_effect = ConnectionError("the service is gone")
     config = SnipConfig(output_dir=tmp_path / "snip")
-    writers, _ = make_writers(config, Namespace(), Topology(), lambda: (board, wandb))
+    writers, _ = make_writers(
+        config, Namespace(), Topology(), lambda: {"TensorBoard": board, "W&B": wandb}
+    )
     assert not wandb.init.called  # the run is Megatron's, also after a resume
     assert [type(writer).__name__ for writer in writers] == ["RunDirectory", "TensorBoardWriter"]
     assert "without the writer 'W&B': ConnectionError: the service is gone" in caplog.text
