@@ -18,8 +18,11 @@ from megatron_snip.files import read_yaml
 from megatron_snip.formats import lowest_precision
 from megatron_snip.linears.te.precision_config import PrecisionFile
 from megatron_snip.options import BF16, Option
-from megatron_snip.planning.plan import assigned_plan
-from megatron_snip.planning.problem import PlanningProblem, read_problem
+from megatron_snip.planning.checker import broken_rules
+from megatron_snip.planning.option_table import TOLERANCE
+from megatron_snip.planning.plan import PrecisionPlan, assigned_plan
+from megatron_snip.planning.problem import PlanningProblem, parse_option, read_problem
+from megatron_snip.planning.settings import PlanSettings
 from megatron_snip.planning.stage_layers import StageLayers
 
 EXAMPLES = (
@@ -65,6 +68,8 @@ def run(args: argparse.Namespace) -> int:
     plan = assigned_plan(
         linears, stage_and_flops, lowest.name, "imported", stage_layers=problem.stage_layers
     )
+    for warning in check_plan(plan, problem):
+        print(f"warning: {warning}")
     write_output(args.output, plan.to_json())
     for text, count in Counter(map(str, plan.linears.values())).most_common():
         print(f"  {text}: {count} linears")
@@ -86,6 +91,42 @@ def run(args: argparse.Namespace) -> int:
         )
     print(f"wrote {args.output}")
     return 0
+
+
+def check_plan(plan: PrecisionPlan, problem: PlanningProblem) -> list[str]:
+    """Check a file's plan against what the problem's run obeys; return warnings.
+
+    The target and the formats are the coming run's, so only warnings are about them.
+
+    Raises:
+        UsageError: if the plan breaks pins or ties, or has an option that the problem forbids.
+    """
+    unlisted: dict[Option, None] = {}
+    for row in problem.linears:
+        option = plan.linears[row.name]
+        if option not in map(parse_option, row.options):
+            unlisted[option] = None
+    # The layers of the stages come from the flags and the files as well, so they may be others.
+    own = problem.model_copy(update={"stage_layers": plan.stage_layers})
+    faults = broken_rules(plan, own, PlanSettings(pins=problem.pins), unlisted)
+    if faults:
+        raise UsageError(
+            f"the file breaks rules of the problem's run: {listing(faults, 3)}; "
+            "change the file, or give a problem of a run without these rules"
+        )
+    warnings = []
+    new = [str(option) for option in unlisted if option != BF16]
+    if new:
+        warnings.append(
+            f"the problem did not measure {listing(new)}: a run with this plan needs these in "
+            "--snip-formats"
+        )
+    if plan.efficiency < problem.target - float(TOLERANCE):
+        warnings.append(
+            f"the share is below the problem's target of {problem.target:g}: a run keeps the plan "
+            "until its first refresh, or with --snip-collect-only"
+        )
+    return warnings
 
 
 def recipe_of(

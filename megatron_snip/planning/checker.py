@@ -9,12 +9,12 @@ solver.
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from typing import NamedTuple
 
 from megatron_snip.config import EfficiencyMeasure
 from megatron_snip.errors import UsageError
-from megatron_snip.options import BF16
+from megatron_snip.options import BF16, Option
 from megatron_snip.planning.option_table import TOLERANCE
 from megatron_snip.planning.plan import PrecisionPlan, assignment_digest
 from megatron_snip.planning.problem import (
@@ -66,38 +66,13 @@ def find_violations(
     faults: list[str] = []
     if plan.digest != assignment_digest(plan.linears):
         faults.append("the digest does not match the assignment")
-    if plan.stage_layers != problem.stage_layers:
-        faults.append("the layers of the stages are not the problem's")
-    for tied in problem.ties:
-        if len({plan.linears[name] for name in tied}) > 1:
-            faults.append(f"{', '.join(tied)} are tied and have different options")
+    # bf16 has no quantization error, and so pins and some policies may use it unlisted.
+    faults += broken_rules(plan, problem, settings, () if heeds_target else (BF16,))
     # From here on a group of tied linears counts as one, as the target counts it.
     problem, settings = merged(problem, settings)
-    pins_of: dict[str, list[tuple[str, str]]] = {name: [] for name in problem.names}
-    for glob, wanted in settings.pins:
-        # A run can have a pin by name for each linear: these are looked up.
-        names = pins_of if has_wildcards(glob) else pins_of.keys() & {glob}
-        for name in names:
-            if glob_matches(name, glob):
-                pins_of[name].append((glob, wanted))
     stages: list[list[_Numbers]] = [[] for _ in range(problem.num_stages)]
     for linear in problem.linears:
-        name = linear.name
-        option = plan.linears[name]
-        costs = {parse_option(text): cost for text, cost in linear.options.items()}
-        pins = pins_of[name]
-
-        # bf16 has no quantization error, and so pins and some policies may use it unlisted.
-        may_be_unlisted = option == BF16 and (len(pins) > 0 or not heeds_target)
-        if option not in costs and not may_be_unlisted:
-            faults.append(f"'{name}' has no option '{option}'")
-        for glob, wanted in pins:
-            if option != parse_option(wanted):
-                faults.append(f"'{name}' has {option}, and pin {glob} demands {wanted}")
-        own = costs.get(option, _UNLISTED_BF16)
-        if own.quality_loss is None:
-            faults.append(f"'{name}' has '{option}', which is forbidden")
-
+        own = _cost(linear, plan.linears[linear.name]) or _UNLISTED_BF16
         stages[linear.stage].append(_numbers(linear, own, settings.cost))
 
     target = problem.target if settings.target is None else settings.target
@@ -113,6 +88,57 @@ def find_violations(
         faults += _check_stage_targets(target, stages)
     faults += _check_objective(plan, [each.loss for each in model])
     return faults
+
+
+def broken_rules(
+    plan: PrecisionPlan,
+    problem: PlanningProblem,
+    settings: PlanSettings,
+    unlisted: Container[Option] = (),
+) -> list[str]:
+    """Return which options a plan may not give its linears, whatever it saves; one line each.
+
+    Args:
+        plan: The plan to check, of the problem's linears.
+        problem: The layers of the stages, ties and options.
+        settings: The pins; the others are not used.
+        unlisted: Options that a linear may have although the problem does not list them.
+    """
+    faults: list[str] = []
+    if plan.stage_layers != problem.stage_layers:
+        faults.append("the layers of the stages are not the problem's")
+    for tied in problem.ties:
+        if len({plan.linears[name] for name in tied}) > 1:
+            faults.append(f"{', '.join(tied)} are tied and have different options")
+    problem, settings = merged(problem, settings)
+    pins_of: dict[str, list[tuple[str, str]]] = {name: [] for name in problem.names}
+    for glob, wanted in settings.pins:
+        # A run can have a pin by name for each linear: these are looked up.
+        names = pins_of if has_wildcards(glob) else pins_of.keys() & {glob}
+        for name in names:
+            if glob_matches(name, glob):
+                pins_of[name].append((glob, wanted))
+    for linear in problem.linears:
+        name = linear.name
+        option = plan.linears[name]
+        own = _cost(linear, option)
+        is_pinned_to_bf16 = option == BF16 and len(pins_of[name]) > 0
+        if own is None and not is_pinned_to_bf16 and option not in unlisted:
+            faults.append(f"'{name}' has no option '{option}'")
+        for glob, wanted in pins_of[name]:
+            if option != parse_option(wanted):
+                faults.append(f"'{name}' has {option}, and pin {glob} demands {wanted}")
+        if own is not None and own.quality_loss is None:
+            faults.append(f"'{name}' has '{option}', which is forbidden")
+    return faults
+
+
+def _cost(linear: LinearChoices, option: Option) -> OptionCost | None:
+    """Return what an option costs a linear; None if the problem does not list it."""
+    for text, cost in linear.options.items():
+        if parse_option(text) == option:
+            return cost
+    return None
 
 
 def _numbers(linear: LinearChoices, own: OptionCost, measure: EfficiencyMeasure) -> _Numbers:

@@ -11,7 +11,7 @@ import yaml
 
 from megatron_snip.__main__ import main
 from megatron_snip.planning.plan import read_plan, write_plan
-from megatron_snip.planning.problem import write_problem
+from megatron_snip.planning.problem import OptionCost, write_problem
 from megatron_snip.planning.stage_layers import StageLayers
 from tests.unit.planning.build import name_of, options_of, plan_of, problem_of
 
@@ -333,6 +333,47 @@ def test_a_file_written_by_hand(folder: Path, printed: Any) -> None:
     assert "nvfp4: 3 linears" in text and "precision: 0.9000" in text
     assert "warning: evaluation recipes are left out" in text
     assert read_plan(Path("back.json")).stages == (pytest.approx(0.9),)
+
+
+@pytest.mark.parametrize(
+    ("update", "fault"),
+    [
+        ({"pins": (("*layers.1.*", "fp8"),)}, "has nvfp4, and pin *layers.1.* demands fp8"),
+        ({"pins": (("*layers.3.*", "bf16"),)}, "has nvfp4, and pin *layers.3.* demands bf16"),
+        ({"ties": ((name_of(0), name_of(1)),)}, "are tied and have different options"),
+    ],
+)
+def test_a_file_that_breaks_a_rule_of_the_run_is_refused(
+    folder: Path, refused: Any, update: dict[str, Any], fault: str
+) -> None:
+    Path("hand.yaml").write_text(WRITTEN_BY_HAND)
+    problem = problem_of([[0.0, 1.0]] * 4).model_copy(update=update)
+    write_problem(problem, Path("problem.json"))
+    words = ("hand.yaml", "--problem", "problem.json", "--output", "back.json")
+    text = refused("import", *words)
+    assert "the file breaks rules of the problem's run: " in text and fault in text
+    assert not Path("back.json").exists()
+
+
+def test_a_file_with_a_forbidden_option_is_refused(folder: Path, refused: Any) -> None:
+    Path("hand.yaml").write_text(WRITTEN_BY_HAND)
+    costs = {"nvfp4": OptionCost(quality_loss=None, saving=0.0)}
+    problem = problem_of([[0.0, 1.0]] * 4)
+    problem = problem.with_options(lambda row: {**row.options, **costs})
+    write_problem(problem, Path("problem.json"))
+    words = ("hand.yaml", "--problem", "problem.json", "--output", "back.json")
+    text = refused("import", *words)
+    assert f"'{name_of(1)}' has 'nvfp4', which is forbidden" in text
+
+
+def test_what_a_coming_run_decides_is_a_warning(folder: Path, printed: Any) -> None:
+    Path("hand.yaml").write_text(WRITTEN_BY_HAND)
+    problem = problem_of([[0.0, 1.0]] * 4).model_copy(update={"target": 0.9})
+    write_problem(problem, Path("problem.json"))
+    words = ("hand.yaml", "--problem", "problem.json", "--output", "back.json")
+    text = printed("import", *words)
+    assert "warning: the problem did not measure nvfp4: a run with this plan needs these" in text
+    assert "warning: the share is below the problem's target of 0.9" in text
 
 
 EXPERTS = "mlp.experts.linear_fc1"
