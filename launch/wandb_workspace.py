@@ -37,6 +37,7 @@ SECTIONS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("snip/divergence/loss_total",),
         ("snip/divergence/weight_total",),
         ("snip/health/maps",),
+        ("snip/health/gradient_noise/worst", "snip/health/gradient_noise/plan"),
         tuple(f"snip/health/sqnr_db/{operand}/worst" for operand in OPERANDS),
         tuple(f"snip/health/underflow/{operand}/worst" for operand in OPERANDS),
     ),

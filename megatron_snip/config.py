@@ -118,9 +118,11 @@ class ScheduleFields(Section):
     """Only measure and write at refreshes. Linears run as in the job, with the pins, or by
     --snip-plan-file."""
 
-    eval_precision: Literal["plan", "bf16", "both"] = "plan"
+    eval_precision: Literal["plan", "bf16", "both", "groups"] = "plan"
     """Precision of evaluations: the current plan, or BF16 throughout. `both` runs each microbatch
-    under the plan and again in BF16, and logs the paired difference of the losses."""
+    under the plan and again in BF16, and logs the paired difference of the losses. `groups` runs it
+    again with one group of linears in BF16, too: attention, MLPs, experts; the first, middle and
+    last third of the layers. An evaluation then takes seven to ten times as long."""
 
 
 class MeasureFields(Section):

@@ -39,9 +39,9 @@ def full_iteration(call: Call, session: Session) -> Any:
     wrapper = call.arguments["self"]
     kwargs = call.arguments["kwargs"]
     controller = session.controller
-    runs_twice = controller is not None and controller.evaluations.run_twice
-    if runs_twice and session.evaluating is not None and kwargs["forward_only"]:
-        # One graph holds one precision, and this evaluation runs in two.
+    repeats = controller is not None and controller.evaluations.repeats_microbatches
+    if repeats and session.evaluating is not None and kwargs["forward_only"]:
+        # One graph holds one precision, and this evaluation runs in several.
         return wrapper.forward_backward_func(**kwargs)
     return session.graphs.run_full_iteration(wrapper, kwargs, call.run)
 
@@ -99,8 +99,8 @@ class Graphs:
 
     model: PlannedModel
     was_slow: bool = False
-    # Of a full iteration, by stage: (how often options had changed, whether it ran in BF16).
-    _captured_plan: dict[str, tuple[int, bool]] = field(default_factory=dict)
+    # Of a full iteration, by stage: (how often options had changed, what ran in BF16).
+    _captured_plan: dict[str, tuple[int, frozenset[str] | None]] = field(default_factory=dict)
     # Of layers, by TECudaGraphHelper: captured linear -> how often its option had changed.
     _captured_linears: dict[Any, dict[str, int]] = field(default_factory=dict)
     # Class of captured layers -> the `__call__` that it itself defined before, or None.

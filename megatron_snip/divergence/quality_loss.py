@@ -142,6 +142,17 @@ class DivergenceTable:
         uniform = Option.uniform(self.lowest_format)
         return [row.get(uniform) or list(row.values())[-1] for row in self.linears.values()]
 
+    def most_fragile(self, most: int) -> tuple[str, ...]:
+        """Return the linears with the largest quality loss in the lowest precision, largest first.
+
+        Args:
+            most: how many to return; those without a quality loss do not count.
+        """
+        losses = zip(self.linears, self.of_lowest(), strict=True)
+        known = [(name, each.quality_loss) for name, each in losses if each.quality_loss]
+        known.sort(key=lambda found: -found[1])
+        return tuple(name for name, _ in known[:most])
+
 
 def divergence_table(
     table: StatisticsTable,

@@ -92,7 +92,7 @@ class SimulatedLinear(ABC):
     def _forward(self, *args: Any, **kwargs: Any) -> Any: ...
 
     def _is_bf16(self) -> bool:
-        return self.option == BF16 or self._runtime.in_bf16
+        return self.option == BF16 or self._runtime.runs_in_bf16(self.name)
 
     def _simulate(
         self,

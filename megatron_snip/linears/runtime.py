@@ -24,7 +24,7 @@ class Runtime:
         encoder_tokens: those that an encoder reads, if they are others: of a T5.
         evaluation_tokens: the same two of an evaluation's microbatch; None if they are the same.
         iteration: Megatron's iteration, 1-based.
-        in_bf16: whether linears run as Megatron runs them, whatever their option.
+        in_bf16: names of the linears that run in BF16, whatever their option; None: all.
         observer: watches every linear's forward and backward, or None.
     """
 
@@ -34,7 +34,7 @@ class Runtime:
     encoder_tokens: int | None = None
     evaluation_tokens: tuple[int | None, int | None] | None = None
     iteration: int = 0
-    in_bf16: bool = False
+    in_bf16: frozenset[str] | None = frozenset()
     observer: StepObserver | None = None
     _weights: dict[str, WeightCache] | None = None
     _num_backwards: Counter[str] = field(default_factory=Counter)
@@ -88,14 +88,18 @@ class Runtime:
         finally:
             self.observer = None
 
+    def runs_in_bf16(self, name: str) -> bool:
+        """Return whether a linear runs in BF16, whatever its option."""
+        return self.in_bf16 is None or name in self.in_bf16
+
     @contextmanager
-    def running_in_bf16(self) -> Iterator[None]:
-        """Run linears as Megatron runs them inside the block."""
-        self.in_bf16 = True
+    def running_in_bf16(self, names: frozenset[str] | None = None) -> Iterator[None]:
+        """Run linears in BF16 inside the block: those of these names, or all."""
+        self.in_bf16 = names
         try:
             yield
         finally:
-            self.in_bf16 = False
+            self.in_bf16 = frozenset()
 
     def weight_cache(self, placement: Placement) -> WeightCache | None:
         """Return the quantized forms of a weight in this training pass; None outside of one."""

@@ -31,6 +31,7 @@ class Measurement:
         seconds: Wall time that measuring added.
         health: What quantization does to the tensors of the measured iterations.
         gradient_noise: That of the plan that ran (`HealthTable.gradient_noise`); None if unknown.
+        watched: Linears that dashboards have series of; the same ones in all refreshes of a run.
     """
 
     divergences: DivergenceTable
@@ -38,6 +39,7 @@ class Measurement:
     seconds: float
     health: HealthTable
     gradient_noise: float | None = None
+    watched: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

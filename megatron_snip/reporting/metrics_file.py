@@ -28,7 +28,7 @@ from typing import IO, Annotated, Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, Field, model_validator
 
 from megatron_snip.errors import UsageError, listing, shown
 from megatron_snip.files import checked, parse_json, read_text, without_nan, write_atomic
@@ -64,6 +64,16 @@ class MetricsRow(BaseModel, strict=True):
     step_s: Number = None
     predicted_saving_s: Number = None
     notices: list[_Notice] = []
+    evaluated: dict[str, Number] = {}
+
+    @model_validator(mode="before")
+    @classmethod
+    def _gather_evaluations(cls, value: Any) -> Any:
+        """Gather what `--snip-eval-precision` found, by its name without `eval/`."""
+        if not isinstance(value, dict):
+            return value
+        found = {k.removeprefix("eval/"): v for k, v in value.items() if k.startswith("eval/")}
+        return {**value, "evaluated": found} if found else value
 
 
 @dataclass(frozen=True)
@@ -71,7 +81,8 @@ class MetricRows:
     """metrics.jsonl.
 
     Attributes:
-        rows: One row of the file for each iteration, in ascending order.
+        rows: One row of the file for each iteration, in ascending order. `evaluated` has the values
+            of the file that begin with `eval/`.
     """
 
     rows: tuple[dict[str, Any], ...]

@@ -104,6 +104,7 @@ def make_report(
         in_higher_precision=_in_higher_precision(run),
         reference=reference,
         gap=(None, 0) if reference is None else last_gap(run.metrics, reference),
+        increases=loss_increases(run.metrics),
         frontier=points,
         figures=figures,
         meanings=MEANINGS,
@@ -120,6 +121,29 @@ def last_gap(metrics: MetricRows, reference: Reference) -> tuple[float | None, i
     if count == 0:
         return None, 0
     return float(np.mean(gap[-count:])), count
+
+
+def loss_increases(metrics: MetricRows) -> tuple[int, list[tuple[str, float | None, float | None]]]:
+    """Return what the last evaluation by groups of linears found.
+
+    Args:
+        metrics: the run's.
+
+    Returns:
+        (iteration, [(group, its loss increase, the standard error)]); without such an evaluation 0
+        and no groups. The first group is the plan.
+    """
+    prefix = "increase_of/"
+    for row in reversed(metrics.rows):
+        values = row.get("evaluated", {})
+        names = {"loss_increase": "the plan"}
+        for name in values:
+            if name.startswith(prefix) and not name.endswith("_error"):
+                names[name] = name.removeprefix(prefix).replace("_", " ")
+        if len(names) > 1:
+            found = [(label, values.get(n), values.get(f"{n}_error")) for n, label in names.items()]
+            return row["iteration"], found
+    return 0, []
 
 
 def frontier_of(

@@ -118,6 +118,8 @@ class RunRecord:
             refresh. It is one table if both are the same refresh or only one of them exists, and
             empty without any refresh.
         simulated: Whether quantized linears were simulated; None if that is not known.
+        fixed: The linears whose option is fixed, by name: (option, what fixes it); empty if that is
+            not known.
     """
 
     path: Path
@@ -130,6 +132,7 @@ class RunRecord:
     problem: PlanningProblem | None
     health: tuple[HealthTable, ...]
     simulated: bool | None
+    fixed: dict[str, tuple[str, str]]
 
     @property
     def name(self) -> str:
@@ -219,6 +222,7 @@ def read_run(path: Path) -> RunRecord:
     plans = plan_spans(path, metrics)
     divergences_file = file_of_last_refresh(path / "divergences", metrics)
     problem_file = file_of_last_refresh(path / "problems", metrics)
+    simulated, fixed = _precision(path / "precision", metrics.last_iteration, snip)
     return RunRecord(
         path=path,
         config=config,
@@ -229,7 +233,8 @@ def read_run(path: Path) -> RunRecord:
         divergences=None if divergences_file is None else read_divergences(divergences_file),
         problem=None if problem_file is None else read_problem(problem_file),
         health=tuple(_health(path / "health", metrics, plans)),
-        simulated=_simulated(path / "precision", metrics.last_iteration, snip),
+        simulated=simulated,
+        fixed=fixed,
     )
 
 
@@ -307,17 +312,26 @@ def plan_spans(path: Path, metrics: MetricRows) -> tuple[PlanSpan, ...]:
     )
 
 
-def _simulated(folder: Path, last_iteration: int, snip: SnipConfig | None) -> bool | None:
-    """Return whether the last precision file has simulated linears; None if that is not known."""
+def _precision(
+    folder: Path, last_iteration: int, snip: SnipConfig | None
+) -> tuple[bool | None, dict[str, tuple[str, str]]]:
+    """Return `simulated` and `fixed` of a `RunRecord`, by the last precision file."""
     files = [path for at, path in numbered_files(folder).items() if at <= last_iteration]
     if not files:
-        return True if snip is not None and snip.backend == "simulate" else None
+        return True if snip is not None and snip.backend == "simulate" else None, {}
     path = files[-1]
     value = read_json(path, "precision file")
     try:
-        return any("simulate" in linear["backend"] for linear in value["linears"])
-    except (KeyError, TypeError) as error:
+        linears = value["linears"]
+        simulated = any("simulate" in linear["backend"] for linear in linears)
+        fixed = {
+            str(linear["name"]): (str(linear["option"]), str(linear["fixed"]))
+            for linear in linears
+            if linear.get("fixed") is not None  # version 1 has none
+        }
+    except (KeyError, TypeError, AttributeError) as error:
         raise UsageError(f"precision file '{path}' is damaged ({error!r})") from None
+    return simulated, fixed
 
 
 def numbered_files(folder: Path) -> dict[int, Path]:

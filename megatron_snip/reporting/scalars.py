@@ -17,6 +17,9 @@ the lowest precision and at what cost, which linears suffer:
     snip/eval/loss_increase_error    its standard error over microbatches
     snip/eval/loss_divergence        the plan's loss divergence by the measurements so far; a score
     snip/eval/<name>_loss_...        the same of final_validation and test, after training
+    snip/linear/<name>/quality_loss  of a linear in the lowest precision; of the ten that had the
+                                     largest in the run's first refresh
+    snip/linear/<name>/bits          of the same: mean bits of its three GEMMs, at every plan
     snip/health/<measure>/<operand>/<worst or median>    over linears, in the lowest precision
     snip/health/gradient_noise/...   worst and median over linears in the lowest precision; of the
                                      plan that runs
@@ -40,6 +43,7 @@ from megatron_snip.reporting.events import (
     PlanApplied,
     Settings,
 )
+from megatron_snip.types import Gemm
 
 MEGATRON_LOGS = frozenset({"loss", "grad_norm", "lr", "validation_loss"})
 """Metrics that Megatron logs itself."""
@@ -63,6 +67,7 @@ class ScalarSeries:
         entries = [entry for entry in config.get("formats", ()) if entry != AUTO]
         self._formats = set(formats_in(entries))
         self._last_refresh: float | None = None  # seconds; before a refresh, of the first event
+        self._watched: tuple[str, ...] = ()
         self._failed = 0
         self._guarded = 0
 
@@ -104,6 +109,10 @@ class ScalarSeries:
         }
         for name, value in measured.health.summary().items():
             found[f"snip/health/{name}"] = value
+        by_name = dict(zip(measured.divergences.linears, lowest, strict=True))
+        self._watched = tuple(name for name in measured.watched if name in by_name)
+        for name in self._watched:
+            found[f"snip/linear/{name}/quality_loss"] = by_name[name].quality_loss
         return found
 
     def _of_plan(self, applied: PlanApplied) -> dict[str, Any]:
@@ -114,6 +123,8 @@ class ScalarSeries:
         found: dict[str, Any] = {
             f"snip/share/{name}": shares.get(name, 0.0) for name in self._formats
         }
+        for name in self._watched:
+            found[f"snip/linear/{name}/bits"] = plan.linears[name].bits / len(Gemm)
         if plan.objective is not None:
             found["snip/2_quality_loss_share"] = plan.objective / self._uniform_loss
         found |= {

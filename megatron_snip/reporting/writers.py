@@ -119,6 +119,8 @@ _CHARTS = {
     "time of measuring in percent": ["snip/4_refresh_overhead_percent"],
     "share of FLOPs by format": ["snip/share/"],
     "divergences": ["snip/divergence/"],
+    "most fragile linears": ["snip/linear/.*/quality_loss"],
+    "gradient noise": ["snip/health/gradient_noise/"],
 }
 TENSORBOARD_LAYOUT = {"SNIP": {title: ["Multiline", tags] for title, tags in _CHARTS.items()}}
 """TensorBoard's tab "Custom scalars": chart -> regular expressions of the series that it shows."""

@@ -69,6 +69,9 @@ from megatron_snip.run.step_times import StepTimes
 from megatron_snip.statistics.records import StatisticsTable
 from megatron_snip.topology import Topology
 
+NUM_WATCHED = 10
+"""Linears that dashboards have series of."""
+
 
 class SnipController:
     """Drives SNIP in one training process; construct it on all ranks together.
@@ -88,8 +91,8 @@ class SnipController:
         model: the planned linears.
         metrics: collects an iteration's metrics; for training loops that do not collect their own.
         evaluations: names the evaluations, and decides in which precision they run. With
-            `--snip-eval-precision both` it keeps the loss increase of each evaluation until an
-            iteration's metrics are reported.
+            `--snip-eval-precision both` or `groups` it keeps the loss increase of each evaluation
+            until an iteration's metrics are reported.
     """
 
     def __init__(
@@ -190,6 +193,7 @@ class SnipController:
                 f"nothing will be measured: --snip-start-step is {self.config.start_step}, and the "
                 f"run has {train_iters} iterations"
             )
+        self.evaluations.log_cost()
         self.evaluations.warn_if_a_plan_cannot_run(self._plans.available.options)
 
         # The plan that the run starts with, and the rest of a stopped run's state.
@@ -296,7 +300,8 @@ class SnipController:
 
         Yields:
             A function to call in place of Megatron's forward-backward function. Its first argument
-            is Megatron's function. With `--snip-eval-precision both` it runs each microbatch twice.
+            is Megatron's function. With `--snip-eval-precision both` it runs each microbatch twice,
+            with `groups` more often.
         """
         self.model.gather_weights(self._optimizer)
         return self.evaluations.running(name, self.plan)
@@ -516,7 +521,9 @@ class SnipController:
             self._keep_plan(state, iteration, failure)
             return state
         noise = measured.health.gradient_noise(state.plan.linears)
-        measured = replace(measured, gradient_noise=noise)
+        watched = state.watched or measured.divergences.most_fragile(NUM_WATCHED)
+        state = replace(state, watched=watched)
+        measured = replace(measured, gradient_noise=noise, watched=watched)
         text = f"measured {len(self.model.all_linears)} linears in {measured.seconds:.2f} s"
         if self.config.heal_below_noise is not None and noise is not None:
             text += f", gradient noise {noise:.3g}"

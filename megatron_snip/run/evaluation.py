@@ -3,6 +3,7 @@
 --snip-eval-precision plan    the plan's precision
                       bf16    BF16
                       both    each microbatch twice, under the plan and again in BF16
+                      groups  as `both`, and again with each group of linears in BF16
 
 Where the plan cannot run the tokens of an evaluation's microbatch (`--eval-micro-batch-size`), the
 evaluation runs what the job itself runs.
@@ -11,7 +12,7 @@ evaluation runs what the job itself runs.
 import logging
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -23,9 +24,10 @@ from megatron_snip.linears.model import PlannedModel
 from megatron_snip.linears.runtime import Runtime
 from megatron_snip.linears.snapshot import TrainingStateSnapshot
 from megatron_snip.log import log_failure
-from megatron_snip.options import Option
+from megatron_snip.options import BF16, Option
 from megatron_snip.planning.plan import PrecisionPlan
 from megatron_snip.reporting.events import Reporter
+from megatron_snip.run.linear_groups import KINDS, THIRDS, linear_groups
 from megatron_snip.run.step import (
     ForwardBackward,
     Results,
@@ -37,6 +39,12 @@ from megatron_snip.run.step import (
 )
 
 logger = logging.getLogger(__name__)
+
+EVERYTHING = "everything"
+"""The variant of an evaluation with all linears in BF16."""
+
+Increase = tuple[float, float]
+"""A loss increase per token, and its standard error."""
 
 
 class Evaluations:
@@ -71,13 +79,24 @@ class Evaluations:
         self._model = model
         self._reporter = reporter
         self._predicted = predicted
+        self._groups: dict[str, frozenset[str]] = {}
+        if precision == "groups":
+            self._groups = linear_groups(linear.name for linear in model.all_linears)
         self._counts: Counter[str] = Counter()  # by name, since the last iteration began
         self._metrics: dict[str, float | None] = {}
 
     @property
-    def run_twice(self) -> bool:
+    def repeats_microbatches(self) -> bool:
         """Whether an evaluation runs each microbatch under the plan and again in BF16."""
-        return self.precision == "both"
+        return self.precision in ("both", "groups")
+
+    def log_cost(self) -> None:
+        """Log how often an evaluation runs each microbatch, if it is for each group of linears."""
+        if self._groups:
+            self._reporter.log(
+                f"evaluations run each microbatch up to {2 + len(self._groups)} times: under the "
+                f"plan, in bf16, and with one group of linears in bf16 ({', '.join(self._groups)})"
+            )
 
     def warn_if_a_plan_cannot_run(self, options: Sequence[Option]) -> None:
         """All ranks: say whether some plans cannot run the tokens of evaluations.
@@ -137,8 +156,8 @@ class Evaluations:
         elif self._model.evaluation_refusals():
             with self._model.running_as_job():
                 yield run_once
-        elif self.run_twice:
-            paired = PairedEvaluation(self._model.runtime)
+        elif self.repeats_microbatches:
+            paired = PairedEvaluation(self._model.runtime, self._variants(plan))
             yield paired.run
             self._report_increase(name, plan, paired)
         else:
@@ -150,12 +169,25 @@ class Evaluations:
         self._metrics = {}
         return metrics
 
+    def _variants(self, plan: PrecisionPlan) -> dict[str, frozenset[str] | None]:
+        """Return which linears run in BF16 in each further run of a microbatch; None: all.
+
+        Groups whose run would be that of the plan, or the one with all linears in BF16, are left
+        out.
+        """
+        low = {name for name, option in plan.linears.items() if option != BF16}
+        variants: dict[str, frozenset[str] | None] = {EVERYTHING: None}
+        for group, names in self._groups.items():
+            if names & low and not low <= names:
+                variants[group] = names
+        return variants
+
     def _report_increase(self, name: str, plan: PrecisionPlan, paired: "PairedEvaluation") -> None:
         """All ranks: log what a plan costs an evaluation, and keep it for the next report."""
         found = paired.reduce()
         if found is None:
             return
-        increase, error = found
+        increase, error = found[EVERYTHING]
         predicted = self._predicted(plan)
         # The validation of an iteration is the usual one; its metrics have no name of their own.
         is_usual = name == "validation"
@@ -168,12 +200,34 @@ class Evaluations:
         if predicted is not None:
             text += f", loss divergence of the plan {predicted:.4g}"
         self._reporter.log(f"iteration {self.iteration}: {kind} under {plan.label}: {text}")
+        if self._groups:
+            self._report_groups(prefix, kind, plan, found)
+
+    def _report_groups(
+        self, prefix: str, kind: str, plan: PrecisionPlan, found: Mapping[str, Increase]
+    ) -> None:
+        """Log how much of a loss increase each group of linears has, and keep it."""
+        low = {name for name, option in plan.linears.items() if option != BF16}
+        texts = []
+        for groups in (KINDS, THIRDS):
+            parts = []
+            for group in groups:
+                if group not in self._groups:
+                    continue
+                is_everything = low <= self._groups[group]
+                own = found[EVERYTHING] if is_everything else found.get(group, (0.0, 0.0))
+                self._metrics[f"{prefix}increase_of/{group}"] = own[0]
+                self._metrics[f"{prefix}increase_of/{group}_error"] = own[1]
+                parts.append(f"{group.replace('_', ' ')} {own[0]:+.4g} +- {own[1]:.2g}")
+            texts.append(", ".join(parts))
+        self._reporter.log(f"iteration {self.iteration}: {kind}: of this {'; '.join(texts)}")
 
 
 class PairedEvaluation:
-    """What a plan costs now: an evaluation's microbatches run under the plan and again in BF16.
+    """What a plan costs now: an evaluation's microbatches run under it and again in its variants.
 
-    For microbatch i with t_i tokens and x_i = (sum of its token losses under the plan) - (in BF16),
+    In a variant some linears run in BF16, or all. For microbatch i with t_i tokens and
+    x_i = (sum of its token losses under the plan) - (in the variant),
 
         increase = sum x / sum t      error = sqrt(n / (n - 1) sum (x - increase t)^2) / sum t
 
@@ -182,11 +236,18 @@ class PairedEvaluation:
     difference alone. All ranks make the same calls.
     """
 
-    def __init__(self, runtime: Runtime) -> None:
-        """Start without microbatches; `runtime` is that of the planned linears."""
+    def __init__(self, runtime: Runtime, variants: Mapping[str, frozenset[str] | None]) -> None:
+        """Start without microbatches.
+
+        Args:
+            runtime: that of the planned linears.
+            variants: names of the linears that run in BF16 in each variant; None: all.
+        """
         self._runtime = runtime
-        # This rank's n, sum x, sum t, sum x^2, sum x t, sum t^2, and reports that it cannot read.
-        self._sums = torch.zeros(7, dtype=torch.float64)
+        self._variants = dict(variants)
+        # This rank's n, sum x, sum t, sum x^2, sum x t, sum t^2, and reports that it cannot read,
+        # of each variant.
+        self._sums = torch.zeros(len(variants), 7, dtype=torch.float64)
 
     def run(self, function: ForwardBackward, **kwargs: Any) -> Results:
         """All ranks: return what Megatron's `function` returns under the plan.
@@ -199,34 +260,39 @@ class PairedEvaluation:
         before = TrainingStateSnapshot(step.chunks)
         results = step.run()
         after = TrainingStateSnapshot(step.chunks)
-        before.restore()
-        with self._runtime.running_in_bf16():
-            in_bf16 = step.run()
+        for names, sums in zip(self._variants.values(), self._sums, strict=True):
+            before.restore()
+            with self._runtime.running_in_bf16(names):
+                again = step.run()
+            self._add(sums, results, again)
         after.restore()
-        self._add(results, in_bf16)
         return results
 
-    def reduce(self) -> tuple[float, float] | None:
-        """All ranks: return the increase per token and its standard error, or None.
+    def reduce(self) -> dict[str, Increase] | None:
+        """All ranks: return the increase per token and its standard error, by variant.
 
         The error is NaN for a single microbatch. None: no rank reported a loss, or one could not
         read its report.
         """
-        sums = self._runtime.topology.control.sum_(self._sums.clone())
-        n, x, t, xx, xt, tt, num_unread = sums.tolist()
-        if t <= 0 or num_unread:
-            return None
-        increase = x / t
-        # The square, multiplied out: sums over ranks need no second pass. Rounding may make it
-        # slightly negative.
-        residual = max(xx - 2 * increase * xt + increase**2 * tt, 0.0)
-        error = math.sqrt(n / (n - 1) * residual) / t if n > 1 else math.nan
-        return increase, error
+        all_sums = self._runtime.topology.control.sum_(self._sums.flatten())
+        found = {}
+        for variant, sums in zip(self._variants, all_sums.view(-1, 7).tolist(), strict=True):
+            n, x, t, xx, xt, tt, num_unread = sums
+            if t <= 0 or num_unread:
+                return None
+            increase = x / t
+            # The square, multiplied out: sums over ranks need no second pass. Rounding may make it
+            # slightly negative.
+            residual = max(xx - 2 * increase * xt + increase**2 * tt, 0.0)
+            error = math.sqrt(n / (n - 1) * residual) / t if n > 1 else math.nan
+            found[variant] = increase, error
+        return found
 
-    def _add(self, results: Results, in_bf16: Results) -> None:
+    def _add(self, sums: torch.Tensor, results: Results, again: Results) -> None:
+        """Add a variant's microbatches to its sums."""
         unread = 0.0
         try:
-            pairs = _paired_losses(results, in_bf16)
+            pairs = _paired_losses(results, again)
         except Exception as error:  # other ranks of the same samples wait for this one
             log_failure(logger, "reading the losses of an evaluation", error)
             unread = 1.0
@@ -240,14 +306,14 @@ class PairedEvaluation:
         if context_rank == 0 and tp_rank == 0:  # one of the ranks that share the samples
             x, t = pairs.cpu()
             parts = (torch.ones_like(x), x, t, x * x, x * t, t * t)
-            self._sums[:6] += torch.stack([part.sum() for part in parts])
-        self._sums[6] += unread
+            sums[:6] += torch.stack([part.sum() for part in parts])
+        sums[6] += unread
 
 
-def _paired_losses(results: Results, in_bf16: Results) -> torch.Tensor | None:
-    """Return FP64 [2, microbatches] on the device: loss under the plan minus BF16, and tokens."""
+def _paired_losses(results: Results, again: Results) -> torch.Tensor | None:
+    """Return FP64 [2, microbatches] on the device: loss increase over a variant, and tokens."""
     planned = microbatch_losses(results)
-    exact = microbatch_losses(in_bf16)
-    if planned is None or exact is None:
+    varied = microbatch_losses(again)
+    if planned is None or varied is None:
         return None
-    return torch.stack([planned[:, 0] - exact[:, 0], planned[:, 1]])
+    return torch.stack([planned[:, 0] - varied[:, 0], planned[:, 1]])

@@ -15,11 +15,11 @@ checkpoints, which are read with `weights_only=True`. Schema version 3:
      "heal_from": null | int,
      "guard": null | {a GuardState's},
      "observations": null | {a StatisticsTable's},
-     "alerts": [[alert, linear], ...]}
+     "alerts": [[alert, linear], ...], "watched": [linear, ...]}
 
 `run_id` is the text in the marker of the run's directory (directory.py). Checkpoints of release
-0.2.0 have no `run_id`, `failed` and `heal_from`. They have `delayed_scaling` as well, histories of
-linears that simulated delayed scaling; these are not read.
+0.2.0 have no `run_id`, `failed`, `heal_from` and `watched`. They have `delayed_scaling` as well,
+histories of linears that simulated delayed scaling; these are not read.
 
 If the solver was working on a plan, its problem is stored: the resumed run solves it again, and
 with the same lag applies the plan at the same iteration.
@@ -86,6 +86,8 @@ class RunState:
         guard: the losses and the refused plans; None without a guard.
         observations: the running mean of the measurements, or None.
         alerts: (alert of --snip-alert, linear) that were reported.
+        watched: the linears that were most fragile in the run's first refresh. Dashboards have
+            series of these alone, so that the names of series stay.
         settings: settings and versions whose change a resumed run reports, as text.
     """
 
@@ -101,6 +103,7 @@ class RunState:
     guard: GuardState | None = None
     observations: Annotated[StatisticsTable, OwnSchema()] | None = None
     alerts: Alerted = ()
+    watched: tuple[str, ...] = ()
     settings: Mapping[str, str] = field(default_factory=dict)
 
     def for_weights_of(self, iteration: int) -> Self:

@@ -53,7 +53,7 @@ def train(parts: list[int]) -> dict[str, Any]:
     model = {**NARROW, "seq_length": 64, "global_batch_size": 8, "micro_batch_size": 8}
     samples = property(lambda self: Coins(8, self.config.seq_length))
     state = None
-    found: dict[str, Any] = {"noise": {}, "notices": [], "targets": {}}
+    found: dict[str, Any] = {"noise": {}, "watched": {}, "notices": [], "targets": {}}
     with (
         layout({**model, "train_iters": NUM_ITERATIONS}) as trainer,
         mock.patch.object(Trainer, "samples", samples),
@@ -66,6 +66,7 @@ def train(parts: list[int]) -> dict[str, Any]:
             controller.close()
             events = trainer.events
             found["noise"] |= {str(i): m.gradient_noise for i, m in events.measured}
+            found["watched"] |= {str(i): m.watched for i, m in events.measured}
             found["notices"] += [(i, n.kind, n.message) for i, n in events.notices]
             found["targets"] |= {str(i): a.plan.target for i, a in events.applied if not a.resumed}
         return {**found, **trainer.digests(), "heal_from": state and state.heal_from}
@@ -97,8 +98,14 @@ def test_a_run_heals_from_the_refresh_on_whose_gradient_is_below_the_noise(
 
 def test_a_resumed_run_goes_on_healing(uninterrupted: dict[str, Any]) -> None:
     (resumed,) = run_ranks(1, "tests.distributed.test_noise:train", {"parts": [24, 11]})
-    for key in ("losses", "weights", "optimizer", "targets", "heal_from", "notices"):
+    for key in ("losses", "weights", "optimizer", "targets", "heal_from", "notices", "watched"):
         assert resumed[key] == uninterrupted[key], key
+
+
+def test_series_of_linears_keep_their_names(uninterrupted: dict[str, Any]) -> None:
+    first, *others = uninterrupted["watched"].values()
+    assert len(set(first)) == 8  # every linear: there are fewer than ten
+    assert others == [first] * 3  # also after the resume, above
 
 
 def norms() -> list[tuple[float, float]]:

@@ -151,6 +151,23 @@ def test_an_evaluation_in_both_precisions_is_one_under_the_plan_and_one_in_bf16(
         assert f": {increase:+.4g} +-" in lines
 
 
+def test_an_evaluation_by_groups_attributes_the_increase_of_both_precisions(lab: Lab) -> None:
+    runs = [lab.run("vpp2", [*SNIP, "--snip-eval-precision", each]) for each in ("both", "groups")]
+    assert weights(runs[0]) == weights(runs[1])
+    lines = [read_lines(run.output / "metrics.jsonl") for run in runs]
+    both, groups = ([m for m in rows if "validation_loss" in m] for rows in lines)
+    for row, attributed in zip(both, groups, strict=True):
+        increases = {key: value for key, value in row.items() if key.startswith("eval/")}
+        assert increases.items() <= attributed.items()
+    for name in ("", "final_validation_", "test_"):
+        for group in ("attention", "mlp", "first_third", "middle_third", "last_third"):
+            key = f"eval/{name}increase_of/{group}"
+            assert groups[-1][key] != 0 and groups[-1][f"{key}_error"] > 0
+    text = "\n".join(snip_lines(runs[1]))
+    assert "evaluations run each microbatch up to 7 times: under the plan" in text
+    assert "iteration 10: test evaluation: of this attention " in text
+
+
 def test_a_job_that_only_evaluates_names_its_iteration_and_adds_no_metrics(lab: Lab) -> None:
     both = [*SNIP, "--snip-eval-precision", "both"]
     folder = lab.output("evaluated")

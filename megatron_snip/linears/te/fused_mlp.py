@@ -71,7 +71,8 @@ class FusedMLP:
         return self._linears[0].recipe
 
     def _is_fused(self) -> bool:
-        if self._runtime.observer is not None or self._runtime.in_bf16:
+        runtime = self._runtime
+        if runtime.observer is not None or any(map(runtime.runs_in_bf16, self.names)):
             return False
         if all(linear.runs_as_job for linear in self._linears):
             return True

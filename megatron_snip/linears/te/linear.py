@@ -150,7 +150,7 @@ class RecipeTELinear:
     @property
     def _has_history(self) -> bool:
         """Whether the linear runs delayed scaling now."""
-        if self._runtime.in_bf16:
+        if self._runtime.runs_in_bf16(self.name):
             return False
         # The job's own recipe has no entry if SNIP does not know it (`job.CUSTOM`).
         table_entry = RECIPES.get(self._planned_recipe.fprop)
@@ -263,14 +263,15 @@ class RecipeTELinear:
 
     def _recipe_in_forward(self) -> TERecipe | None:
         """Return the recipe of the next forward; None if it is the job's own."""
-        if self._runtime.in_bf16:
+        if self._runtime.runs_in_bf16(self.name):
             return None if self._job_recipe == BF16_RECIPE else BF16_RECIPE
         return None if self.runs_as_job else self._planned_recipe
 
     # A fused MLP does not call its linears, but Megatron calls their hooks: `_before_forward`
     # without `kwargs`, and `_after_forward` without `result`.
     def _before_forward(self, module: Any, args: Any, kwargs: Any = None) -> None:
-        module.te_quant_params = self._bf16_params if self._runtime.in_bf16 else self.planned_params
+        in_bf16 = self._runtime.runs_in_bf16(self.name)
+        module.te_quant_params = self._bf16_params if in_bf16 else self.planned_params
         recipe = self._recipe_in_forward()
         self._overlap.set_recipe(recipe)
         if not self.runs_as_job and torch.is_grad_enabled():

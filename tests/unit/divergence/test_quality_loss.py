@@ -119,6 +119,15 @@ def two() -> list[LinearStatistics]:
     ]
 
 
+def test_the_most_fragile_linears_have_the_largest_quality_loss_in_the_lowest_precision() -> None:
+    rows = [linear(i, fp4=errors(size), fp8=errors(9.0)) for i, size in enumerate((3.0, 8.0, 5.0))]
+    nan = linear(3, fp4=errors(1.0, fisher=math.nan), fp8=errors(1.0))
+    found = divergences(*rows, nan)
+    names = [row.name for row in rows]
+    assert found.most_fragile(2) == (names[1], names[2])
+    assert found.most_fragile(10) == (names[1], names[2], names[0])
+
+
 def test_q_is_each_part_over_its_sum_under_the_lowest_precision() -> None:
     found = divergences(*two())
     first, second = found.linears.values()

@@ -82,7 +82,8 @@ def measurement_at(shape: Shape, iteration: int) -> Measurement:
     table = DivergenceTable(statistics, c.lowest_format, rows)
     pins = tuple((glob, str(option)) for glob, option in c.pin_pairs)
     problem = planning_problem(table, c.efficiency_target).model_copy(update={"pins": pins})
-    return Measurement(table, problem, 0.25, health_of(shape, iteration))
+    health = health_of(shape, iteration)
+    return Measurement(table, problem, 0.25, health, watched=tuple(shape.names[:2]))
 
 
 def health_of(shape: Shape, iteration: int) -> HealthTable:

@@ -5,7 +5,9 @@ record holds: they are read back from the drawn artists, not from pixels.
 """
 
 import base64
+import json
 import math
+import re
 import shutil
 import xml.etree.ElementTree as ElementTree
 from html.parser import HTMLParser
@@ -143,6 +145,40 @@ def test_the_same_run_gives_the_same_page_and_a_young_one_names_what_is_missing(
     assert "simulated" not in text
     alone = make_report(read_run(folder / "a<b>&\"'run"))
     assert "needs a run in BF16 (--reference)" in alone and "(--reference)" not in text
+
+
+def test_each_fixed_linear_is_shown_with_what_fixes_it(folder: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "fixed"
+    shutil.copytree(folder / "off", copy)
+    rows = [
+        {"name": "decoder.layers.0.mlp.linear_fc1", "option": "bf16", "backend": "te"},
+        {"name": "decoder.layers.0.mlp.linear_fc2", "option": "fp8", "backend": "te"},
+    ]
+    rows[0]["fixed"] = "--snip-pins"
+    (copy / "precision").mkdir(exist_ok=True)
+    (copy / "precision/1.json").write_text(json.dumps({"version": 2, "linears": rows}))
+    page = make_report(read_run(copy))
+    section = page.partition("Linears with a fixed option")[2].partition("</details>")[0]
+    cells = re.findall(r"<td[^>]*>([^<]*)</td>", section)
+    assert cells == [rows[0]["name"], "bf16", "--snip-pins"]
+
+
+def test_the_loss_increase_is_shown_by_group_of_linears(
+    one: str, folder: Path, tmp_path: Path
+) -> None:
+    copy = tmp_path / "groups"
+    shutil.copytree(folder / "off", copy)
+    lines = (copy / "metrics.jsonl").read_text().splitlines()
+    found = {"loss_increase": 2e-3, "loss_increase_error": 1e-4}
+    found |= {"increase_of/first_third": -5e-4, "increase_of/first_third_error": None}
+    row = json.loads(lines[3]) | {f"eval/{name}": value for name, value in found.items()}
+    (copy / "metrics.jsonl").write_text("\n".join([*lines[:3], json.dumps(row), *lines[4:], ""]))
+    page = make_report(read_run(copy))
+    section = page.partition("<h3>Where the loss increase comes from")[2].partition("</section>")[0]
+    cells = re.findall(r"<td[^>]*>([^<]*)</td>", section)
+    assert cells == ["the plan", "+2.00e-03", "1.0e-04", "first third", "-5.00e-04", "-"]
+    assert f"The evaluation at iteration {row['iteration']}" in section
+    assert "Where the loss increase" not in one
 
 
 def test_the_gap_is_the_mean_over_the_last_tenth(folder: Path, tmp_path: Path) -> None:

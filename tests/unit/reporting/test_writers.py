@@ -36,7 +36,7 @@ accumulators = pytest.importorskip("tensorboard.backend.event_processing.event_a
 
 SHAPE = Shape(config(), iterations=16, notices=((7, Notice("reverted", "back to <fp8>")),))
 PLAN = plan_from(SHAPE, measurement_at(SHAPE, 11))
-MEASURED = replace(measurement_at(SHAPE, 3), gradient_noise=1.5)
+MEASURED = replace(measurement_at(SHAPE, 3), gradient_noise=1.5, watched=())
 
 
 def test_the_first_names_answer_whether_training_is_safe_and_faster(
@@ -84,6 +84,18 @@ def test_the_first_names_answer_whether_training_is_safe_and_faster(
             "snip/training/lr": 0.5,
         }.items()
     )
+
+
+def test_watched_linears_have_series_of_their_names_whatever_a_refresh_finds() -> None:
+    series = ScalarSeries({})
+    measured = measurement_at(SHAPE, 3)
+    found = series.values(Event(3, measured)) | series.values(Event(4, applied(SHAPE, PLAN)))
+    lowest = dict(zip(SHAPE.names, measured.divergences.of_lowest(), strict=True))
+    wanted: dict[str, float | None] = {}
+    for name in measured.watched:
+        wanted[f"snip/linear/{name}/quality_loss"] = lowest[name].quality_loss
+        wanted[f"snip/linear/{name}/bits"] = {"fp4": 4.0, "fp8": 8.0}[str(PLAN.linears[name])]
+    assert {n: v for n, v in found.items() if n.startswith("snip/linear/")} == wanted
 
 
 def test_a_format_that_a_plan_stops_using_gets_the_share_zero() -> None:

@@ -49,6 +49,7 @@ STATE = RunState(
     guard=GUARD,
     observations=StatisticsTable(6, 1.5, ()),
     alerts=(("amax>1", "decoder.layers.0.mlp.linear_fc1"),),
+    watched=("decoder.layers.0.mlp.linear_fc1",),
     settings={"formats": "fp8,fp4"},
 )
 """Of a run of one linear that was stopped with a problem being solved; no part of it is empty."""
