@@ -372,8 +372,8 @@ def _error_threshold(request: Request, task: Task) -> list[Item]:
     """Order GEMMs by the larger relative error of their two operands.
 
     So the GEMMs below a threshold are lowered, and the threshold is that which the target needs.
-    Where a linear has one format, its three operands must be below it. MoR (arXiv:2512.22804) fixes
-    the threshold, and judges each tensor in each step.
+    Where a linear has one format, its three operands must be below it. Mixture of Representations
+    (arXiv:2512.22804) fixes the threshold, and judges each tensor in each step.
     """
     lowest = columns_of_most_gain(task)
     highest = columns_of_least_gain(task)
