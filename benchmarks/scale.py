@@ -35,6 +35,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -46,9 +47,8 @@ from megatron_snip.collectives import Control
 from megatron_snip.config import Backend, SnipConfig
 from megatron_snip.divergence.quality_loss import divergence_table, planning_problem
 from megatron_snip.formats import get_format
-from megatron_snip.linears.discovery import own_linears
+from megatron_snip.linears import model as linears_model
 from megatron_snip.linears.model import PlannedModel
-from megatron_snip.linears.te.machine import this_machine
 from megatron_snip.options import BF16, Option
 from megatron_snip.patches.agreement import refuse_differences, settings_of_rank
 from megatron_snip.planning.plan import PrecisionPlan, assigned_plan
@@ -67,6 +67,7 @@ from tests.distributed.launch import Server
 FORMATS = ("fp8", "fp4")
 COMPUTED_AT = (1024, 4096, 16384)
 REPETITIONS = 3
+"""By default."""
 GOALS_S = {"group": 0.1, "start": 1.0, "refresh": 1.0, "watched": 0.002}
 """At 16,384 ranks, computed."""
 
@@ -162,33 +163,30 @@ class RecordModel(PlannedModel):
         return SimpleNamespace()
 
     def _own_facts(self, backend: Backend) -> dict[str, Any]:
-        self.machine = this_machine(False, None)
+        module: Any = torch.nn.Module()
+        module.config = SimpleNamespace(num_moe_experts=self._num_experts)
+        by_name: dict[str, list[Placement]] = {}
+        for place in self._places:
+            by_name.setdefault(place.name, []).append(place)
+        found = [(module, tuple(places)) for places in by_name.values()]
+        with patch.object(linears_model, "find_linears", lambda *_: found):
+            return super()._own_facts(backend)
+
+    def _planned(
+        self, module: Any, placements: Sequence[Placement], backend: Backend, is_fused: bool
+    ) -> Any:
         weight = torch.nn.Parameter(torch.zeros(1, dtype=torch.bfloat16))
-        experts = {}
-        linears: list[Any] = []
-        for place in {place.name: place for place in self._places}.values():
-            if place.expert is not None:
-                experts[place.name] = self._num_experts
-            linears.append(
-                SimpleNamespace(
-                    name=place.name,
-                    option=BF16,
-                    recipe="megatron",
-                    backend="simulate",
-                    weights=[weight],
-                    refusal=lambda _: None,
-                )
-            )
-        self.linears = linears
-        return {
-            "linears": own_linears(self._places),
-            "experts": experts,
-            "has_te": False,
-            "options": {linear.name: str(BF16) for linear in linears},
-            "rules": {},
-            "ties": [],
-            "file": {},
-        }
+        return SimpleNamespace(
+            name=placements[0].name,
+            placements=placements,
+            module=module,
+            job_option=BF16,
+            option=BF16,
+            recipe="megatron",
+            backend="simulate",
+            weights=[weight],
+            refusal=lambda _: None,
+        )
 
 
 class Job:
@@ -376,7 +374,7 @@ def alone() -> dict[str, Any]:
     return found
 
 
-def run(models: Sequence[str], sizes: Sequence[int]) -> dict[str, Any]:
+def run(models: Sequence[str], sizes: Sequence[int], repetitions: int) -> dict[str, Any]:
     """Return what was measured and computed, by model."""
     server = Server(preload=["benchmarks.scale"])
     try:
@@ -386,7 +384,7 @@ def run(models: Sequence[str], sizes: Sequence[int]) -> dict[str, Any]:
         for model in models:
             measured = {}
             for size in sizes:
-                arguments = {"model": model, "repetitions": REPETITIONS}
+                arguments = {"model": model, "repetitions": repetitions}
                 ranks = server.run(size, "benchmarks.scale:rank_of", arguments, join=True)
                 measured[size] = most_of(ranks.finished())
             result["models"][model] = {
@@ -444,6 +442,7 @@ def main() -> None:
     parser.add_argument("--ranks", default="8,16,32,64", help="numbers of ranks to fork")
     parser.add_argument("--models", default=",".join(MODELS), help=f"of {', '.join(MODELS)}")
     parser.add_argument("--json", type=Path, default=RESULTS / "scale.jsonl")
+    parser.add_argument("--repetitions", type=int, default=REPETITIONS, help="of each phase")
     parser.add_argument("--alone", action="store_true", help="what one rank does for large models")
     arguments = parser.parse_args()
     if arguments.alone:
@@ -452,7 +451,7 @@ def main() -> None:
         append_row(arguments.json, row)
         return
     sizes = [int(size) for size in arguments.ranks.split(",")]
-    result = run(arguments.models.split(","), sizes)
+    result = run(arguments.models.split(","), sizes, arguments.repetitions)
     console = Console()
     console.print(
         f"a hop takes {result['hop_us']:.0f} us, and {result['mb_per_s']:.0f} MB a second pass "

@@ -7,7 +7,7 @@ import pytest
 
 from benchmarks.scale import MODELS, rank_of
 from tests.distributed.launch import run_ranks
-from tests.distributed.layouts import EP2, PP2
+from tests.distributed.layouts import EP2, PP2, names
 from tests.distributed.small_model import NARROW, layout
 
 SNIP: dict[str, Any] = {"interval": 100, "start_step": 3, "lag": 2, "efficiency_target": 0.5}
@@ -47,7 +47,7 @@ def exchanges(values: dict[str, Any]) -> dict[str, Any]:
         return {"exchanges": found, "kinds": kinds}
 
 
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", names(MODELS, ["Llama-405B TP8 PP16"]))
 def test_what_a_rank_sends_and_holds_does_not_grow_with_the_ranks(model: str) -> None:
     """The records of published models at 8 and 32 ranks."""
     by_size = {
