@@ -1,7 +1,7 @@
 """How close the quantization kernels come to the device's copy bandwidth.
 
     python -m benchmarks.kernels [--json FILE]               on a GPU: time
-    python -m benchmarks.kernels --static [--json FILE]      anywhere: what the kernels compile to
+    python -m benchmarks.kernels --static [--json FILE]      anywhere: what is compiled and started
 
 Every figure is a ratio measured in one run: bytes a kernel must move over its time, against bytes
 over time of a plain copy of the same tensor (`copy_`, one read and one write). Tensors are larger
@@ -25,7 +25,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks import static
+from benchmarks import launches, static
 from benchmarks.kernel_cases import cases, check_bits
 from benchmarks.machine import write_result
 from benchmarks.timing import seconds_by_turns
@@ -87,7 +87,9 @@ def measure(shape: tuple[int, int], repeats: int) -> dict[str, Any]:
 def main(argv: Sequence[str] | None = None) -> int:
     """Time or count, print, write; 1 if bits differ, something failed or registers spill."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
-    parser.add_argument("--static", action="store_true", help="count instructions; no GPU needed")
+    parser.add_argument(
+        "--static", action="store_true", help="count instructions and launches; no GPU needed"
+    )
     parser.add_argument("--rows", type=int, default=16384, help="rows of the matrix")
     parser.add_argument("--cols", type=int, default=8192, help="columns")
     parser.add_argument("--repeats", type=int, default=50, help="timed runs of each case")
@@ -98,8 +100,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     if options.static:
         rows = [row for arch in (90, 100) for row in static.table(arch)]
-        report = {"compiled": rows, "failures": {r["name"]: "spills" for r in rows if r["spilled"]}}
+        started = launches.table()
+        spills = {r["name"]: "spills" for r in rows if r["spilled"]}
+        report = {"compiled": rows, "launches": started, "failures": spills}
         _show_static(rows)
+        _show_launches(started)
     else:
         report = measure((options.rows, options.cols), options.repeats)
         _show(report)
@@ -114,6 +119,13 @@ def _show_static(rows: Sequence[dict[str, Any]]) -> None:
         cells = [row["name"], f"sm_{row['arch']}", f"{row['instructions']:.1f}"]
         cells += [str(row[key]) for key in ("registers", "spilled", "warps")]
         table.add_row(*cells)
+    Console().print(table)
+
+
+def _show_launches(rows: Sequence[dict[str, Any]]) -> None:
+    table = Table("what is measured", "launches", "MB")
+    for row in rows:
+        table.add_row(row["name"], str(row["launches"]), f"{row['bytes'] / 1e6:.0f}")
     Console().print(table)
 
 

@@ -120,9 +120,9 @@ class OperandCounts:
 
     @cached_property
     def amax(self) -> Tensor:
-        """The largest magnitude, an FP32 scalar; Inf if an element is not finite; after `add`."""
+        """The largest magnitude, an FP32 scalar; NaN if an element is NaN; after `add`."""
         assert self._original is not None
-        return amax_of(self._original.amaxes).nan_to_num(nan=math.inf, posinf=math.inf)
+        return amax_of(self._original.amaxes)
 
 
 def health_sums(counts: Sequence[OperandCounts], squares: Tensor) -> Tensor:

@@ -66,7 +66,7 @@ class PartialSums(NamedTuple):
         scalars: sums of squares, in the order of `scalar_names`.
         health: [F + 1, 3 operands, OPERAND_SUMS], the operands in each format, and then before
             quantization (the other way round than in `products`); see `LinearSums.health`.
-        amax: [3] the largest magnitudes of this shard's X, W and G.
+        amax: [3] the largest magnitudes of this shard's X, W and G; NaN where an element is NaN.
     """
 
     products: Tensor | None

@@ -9,6 +9,7 @@ as linears times experts, so they are the most bytes of a refresh.
 G times `grad_scale` is the gradient of the batch-mean loss (`TrainingStep.grad_scale`).
 """
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -89,6 +90,7 @@ def reduce_sums(
         _fill(batch, own_counts, names)
         _fill(sums.norms, norms(), names)
         _fill(amax, own.amax, names)
+        amax.nan_to_num_(nan=math.inf, posinf=math.inf)  # a maximum over ranks may lose a NaN
         _fill(expert_rows, own.experts, experts)
     except Exception as error:  # the other ranks wait in the sum
         own.record_failure(error)
