@@ -419,6 +419,7 @@ CHANGES = (
             "torch.nn:Module.cuda",
             "torch.nn:Module.to_empty",
             "megatron.core.tensor_parallel.layers:_grad_accum_fusion_available",
+            "megatron.core.transformer.dot_product_attention:DotProductAttention.__init__",
         ),
         "patches/preflight/world.py",
         "Builds the model of any rank of a job for megatron-snip preflight, without other ranks "

@@ -10,14 +10,17 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from megatron.core.utils import get_model_config
 
-from megatron_snip.config import SnipConfig
+from megatron_snip.config import AUTO, SnipConfig
 from megatron_snip.errors import InfeasiblePlanError, UnsupportedError, UsageError
 from megatron_snip.flags import flag_name
+from megatron_snip.linears.auto_formats import te_formats
 from megatron_snip.linears.model import PlannedModel
-from megatron_snip.linears.te.machine import te_support
+from megatron_snip.linears.te.machine import Machine, te_support
 from megatron_snip.linears.te.modules import have_te
+from megatron_snip.linears.te.recipe_table import JobPrecision
 from megatron_snip.options import BF16
 from megatron_snip.patches.arguments import PREFIX, settings_in, with_flags_of_the_job
 from megatron_snip.patches.attach import evaluation_samples_of, microbatch_tokens_of
@@ -114,6 +117,8 @@ def examine(job: BuiltJob) -> Preflight:
     models = _models(found, job, config)
     if models:
         _plan(found, job, config, models)
+    if job.lacks_te:
+        _assume_te(found, job, config)
     found.refused = list(dict.fromkeys(found.refused))
     if job.loop == BRIDGE_LOOP:
         found.refused = list(map(in_bridges_names, found.refused))
@@ -277,6 +282,20 @@ def _plan(found: Preflight, job: BuiltJob, config: SnipConfig, models: list[Plan
     )[0]
     if refusals and config.eval_precision != "bf16":
         found.warnings.append(f"evaluations cannot run every plan: {'; '.join(refusals)}")
+
+
+def _assume_te(found: Preflight, job: BuiltJob, config: SnipConfig) -> None:
+    """Replace what was found of Megatron's own layers by what the GPU alone decides."""
+    machine = Machine(
+        torch.cuda.get_device_capability(), "not installed here", job=JobPrecision.of(job.args)
+    )
+    found.machine, found.backend = str(machine), "te"
+    found.job, found.target, found.memory_gib, found.problem = {}, {}, {}, {}
+    found.formats, found.recipes, found.warnings = [], {}, []
+    if config.formats == (AUTO,):
+        formats = _note(found, lambda: te_formats(machine))
+        found.formats = list(formats or ())[-2:]
+        found.recipes = {name: te_support(name, machine)[1] for name in found.formats}
 
 
 def _targets(found: Preflight, plans: RunPlans, model: PlannedModel) -> None:

@@ -32,6 +32,7 @@ class BuiltJob:
         given: SNIP's flags on the command line, by attribute of the namespace; or the settings of
             the script's SnipCallback.
         loop: package of the training loop, for messages.
+        lacks_te: whether the job has Transformer Engine's layers, and this machine has not.
     """
 
     gpus: int | None
@@ -41,6 +42,7 @@ class BuiltJob:
     notes: list[str] = field(default_factory=list)
     world: World | None = None
     loop: str = "Megatron-LM"
+    lacks_te: bool = False
 
     @property
     def num_ranks(self) -> int:

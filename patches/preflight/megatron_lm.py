@@ -13,6 +13,7 @@ from typing import Any
 from megatron_snip.errors import UsageError, one_line
 from megatron_snip.linears.te.modules import have_te
 from megatron_snip.patches.arguments import add_snip_arguments
+from megatron_snip.patches.cpu.megatron import CPU_DEFAULTS
 from megatron_snip.patches.preflight.job import MADE_UP_VOCABULARY, BuiltJob, Reached, least_ranks
 from megatron_snip.patches.preflight.world import World
 from megatron_snip.patches.registry import Call, Handler, Patch, Session
@@ -35,11 +36,27 @@ _LEFT_OUT: dict[str, Any] = {
 }
 """Settings with which Megatron builds the same model, and does nothing else."""
 
+OF_THE_LINEARS = {"distributed_backend", "transformer_impl", "gradient_accumulation_fusion"}
+
 _BUILT_WITH: dict[str, Any] = {
+    **{name: value for name, value in CPU_DEFAULTS.items() if name not in OF_THE_LINEARS},
     "rank": 0,
     "init_model_with_meta_device": True,
     "use_cpu_initialization": False,
 }
+"""Kernels that are fused, and need a package of the GPU's, are not of the linears."""
+
+_WITHOUT_TE: dict[str, Any] = {
+    "transformer_impl": "local",
+    "gradient_accumulation_fusion": False,
+    "use_transformer_engine_op_fuser": False,
+    "tp_comm_overlap": False,
+    "cuda_graph_impl": "none",
+    **dict.fromkeys(("fp8", "fp4"), None),
+    **dict.fromkeys(("fp8_param_gather", "fp4_param_gather"), False),
+    "reuse_grad_buf_for_mxfp8_param_ag": False,
+}
+"""Settings with which Megatron's own layers are built in place of Transformer Engine's."""
 
 
 def patches(job: BuiltJob) -> list[Patch]:
@@ -66,12 +83,11 @@ def patches(job: BuiltJob) -> list[Patch]:
         except Exception as error:
             raise UsageError(f"Megatron refuses the arguments: {reason_of(error)}") from error
         job.args = copy.copy(args)
-        for name, value in {**_LEFT_OUT, **_BUILT_WITH}.items():
+        job.lacks_te = args.transformer_impl == "transformer_engine" and not have_te()
+        built_with = {**_LEFT_OUT, **_BUILT_WITH, **(_WITHOUT_TE if job.lacks_te else {})}
+        for name, value in built_with.items():
             if hasattr(args, name):
                 setattr(args, name, value)
-        if args.transformer_impl == "transformer_engine" and not have_te():
-            args.transformer_impl = "local"
-            args.gradient_accumulation_fusion = False
         return result
 
     def build_tokenizer(call: Call, session: Session) -> Any:

@@ -5,6 +5,7 @@ a job has, so Megatron's own code builds the model of any rank. Parameters are o
 """
 
 import functools
+import inspect
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -144,16 +145,30 @@ def _without_device(value: Any) -> Any:
     return META if is_device else value
 
 
+def _known_only(original: Callable[..., None]) -> Callable[..., None]:
+    """Wrap a constructor so that keywords are left out which it does not have."""
+    known = inspect.signature(original).parameters
+
+    @functools.wraps(original)
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **{name: v for name, v in kwargs.items() if name in known})
+
+    return __init__
+
+
 @contextmanager
 def building() -> Iterator[None]:
     """Within the block modules are built without memory, and stay on the meta device."""
     from megatron.core.tensor_parallel import layers
+    from megatron.core.transformer.dot_product_attention import DotProductAttention
 
     changes: list[tuple[Any, str, Any]] = [
         (torch.nn.Module, "cuda", lambda self, *args, **kwargs: self),
         (torch.nn.Module, "to_empty", lambda self, **kwargs: self),
         # Whether this machine has the extension says nothing about the job's.
         (layers, "_grad_accum_fusion_available", True),
+        # Without Transformer Engine latent attention has no attention that takes its sizes.
+        (DotProductAttention, "__init__", _known_only(DotProductAttention.__init__)),
     ]
     nvfp4: Any = sys.modules.get("transformer_engine.pytorch.tensor.nvfp4_tensor")
     if nvfp4 is not None:

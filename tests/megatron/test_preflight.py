@@ -103,13 +103,14 @@ def rows(problem: dict[str, Any]) -> list[tuple[str, int, float, list[str]]]:
     ]
 
 
-def test_all_refused_settings_are_named_at_once(te_lab: Lab, tmp_path: Path) -> None:
-    flags = ["--cuda-graph-impl", "local", "--moe-use-grouped-tensor", *EXPERTS]
-    flags += ["--moe-grouped-gemm", "--snip"]
+def test_all_that_is_refused_is_named_at_once(te_lab: Lab) -> None:
+    flags = ["--cuda-graph-impl", "local", "--use-distributed-optimizer", "--exp-avg-dtype", "fp8"]
+    flags += ["--use-precision-aware-optimizer", "--snip", "--snip-pins", "nothing=bf16"]
     run, found = preflight(te_lab, "te", flags)
-    assert run.statuses == (2,), run.report
+    assert run.statuses == (2,) and len(found["refused"]) == 3, run.report
     refused = " ".join(found["refused"])
-    assert "--cuda-graph-impl local" in refused and "--moe-use-grouped-tensor" in refused
+    for word in ("--cuda-graph-impl local", "--exp-avg-dtype", "--snip-pins: 'nothing'"):
+        assert word in refused
 
 
 def test_mistakes_are_one_line(te_lab: Lab, tmp_path: Path) -> None:
