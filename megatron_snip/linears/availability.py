@@ -94,7 +94,7 @@ class AvailableOptions:
                 own = self.job.options.get(linear.name, BF16)
                 saving = own.share_in(self.lowest_format) if own != BF16 else 0.0
                 options[str(own)] = OptionCost(quality_loss=0.0, saving=saving)
-            return self._with_fixed(linear.name, options)
+            return self._with_fixed_option(linear.name, options)
 
         problem = problem.with_options(allowed)
         facts = {
@@ -105,7 +105,9 @@ class AvailableOptions:
         problem = problem.model_copy(update=facts)
         return problem if self.calibration is None else with_seconds(problem, self.calibration)
 
-    def _with_fixed(self, name: str, options: dict[str, OptionCost]) -> dict[str, OptionCost]:
+    def _with_fixed_option(
+        self, name: str, options: dict[str, OptionCost]
+    ) -> dict[str, OptionCost]:
         """Return a linear's options; the one that it is fixed to is among them, and allowed.
 
         The job may fix a linear to a format that the settings do not have, so that it is not

@@ -102,16 +102,16 @@ def job_of(
         for rule, does in rank["file"].items():
             decides[rule] = does or decides.get(rule, False)
     return Job(
-        options,
-        rules,
-        tuple(sorted(ties, key=lambda names: order[names[0]])),
-        tuple(rule for rule, does in decides.items() if not does),
-        linears,
-        num_experts,
-        stage_layers(linears, num_stages, num_chunks),
+        options=options,
+        rules=rules,
+        ties=tuple(sorted(ties, key=lambda names: order[names[0]])),
+        unused_rules=tuple(rule for rule, does in decides.items() if not does),
+        linears=linears,
+        num_experts=num_experts,
+        stage_layers=stage_layers(linears, num_stages, num_chunks),
         # A pipeline stage without layers has the backend of the others.
-        "te" if any(rank["has_te"] for rank in facts) else "simulate",
-        machine,
-        has_varying_tokens,
-        shapes,
+        backend="te" if any(rank["has_te"] for rank in facts) else "simulate",
+        machine=machine,
+        has_varying_tokens=has_varying_tokens,
+        shard_shapes=shapes,
     )
