@@ -4,6 +4,8 @@ A target of the user's that no plan reaches ends the run with an error (`check_s
 default target is lowered to what the linears can reach, with a warning (`reachable_target`).
 """
 
+from collections import defaultdict
+
 from megatron_snip.config import FREE, SnipConfig
 from megatron_snip.errors import InfeasiblePlanError, UsageError, naming_field
 from megatron_snip.linears.availability import AvailableOptions
@@ -51,7 +53,7 @@ def check_settings(
         with naming_field("pins"):
             check_constraints(problem, settings, must_exist)
     except InfeasiblePlanError as error:
-        text = f"{error}{_advice(problem, available, error.best_target or 0.0)}"
+        text = f"{error}{_advice(problem, available, config, error.best_target or 0.0)}"
         raise InfeasiblePlanError(text, error.conflicts, error.best_target) from None
 
 
@@ -106,7 +108,7 @@ def reachable_target(
         text = f"nothing is left to plan with --snip-formats {','.join(config.formats)}"
         if available.fixed:
             text += f": {summary(available.fixed, len(problem.linears))}"
-        raise UsageError(text + _advice(problem, available, 0.0))
+        raise UsageError(text + _advice(problem, available, config, 0.0))
     least, best = reachable_range(config, problem, available)
     if best == 0.0:  # `check_settings` refuses it
         return config, []
@@ -151,28 +153,38 @@ def reachable_range(
     return least, best
 
 
-def _advice(problem: PlanningProblem, available: AvailableOptions, reached: float) -> str:
+def _advice(
+    problem: PlanningProblem, available: AvailableOptions, config: SnipConfig, reached: float
+) -> str:
     """Return which settings let the linears reach a higher target, or an empty text.
 
     Args:
         problem: the linears.
         available: what they can run, and what is fixed.
-        reached: what the run's settings reach.
+        config: the run's settings.
+        reached: what these settings reach.
     """
     advice = []
     ruled = {name: each for name, each in available.fixed.items() if each.source.is_rule}
     free = [row for row in problem.linears if row.name not in ruled]
-    total = sum(row.flops for row in problem.linears)
     best = ("", reached)
     for formats, (higher, lower) in available.alternatives.items():
-        runs = [row for row in free if available.why_not(row.name, lower) is None]
-        flops = sum(row.flops for row in runs)
+        runs = {row.name for row in free if available.why_not(row.name, lower) is None}
+        total: dict[int, float] = defaultdict(float)
+        gain: dict[int, float] = defaultdict(float)
         for row in problem.linears:
+            stage = row.stage if config.pipeline_balance == "stage" else 0
+            share = 1.0 if row.name in runs else 0.0
             if row.name in ruled:
-                flops += row.flops * ruled[row.name].option.share_in(lower.fprop)
-        can_choose = any(available.why_not(row.name, higher) is None for row in runs)
-        if can_choose and flops > best[1] * total * (1 + 1e-9):
-            best = (formats, flops / total)
+                share = ruled[row.name].option.share_in(lower.fprop)
+            total[stage] += row.flops
+            gain[stage] += row.flops * share
+        # Every stage must reach the target, if the stages are balanced.
+        shares = [gain[stage] / total[stage] for stage in total if total[stage] > 0]
+        least = min(shares, default=0.0)
+        can_choose = any(available.why_not(name, higher) is None for name in runs)
+        if can_choose and least > best[1] * (1 + 1e-9):
+            best = (formats, least)
     if best[0]:
         advice.append(f"--snip-formats {best[0]} reaches {best[1]:.3g}")
     freeable = [name for name, each in ruled.items() if each.source.is_of_the_job]

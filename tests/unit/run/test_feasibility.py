@@ -60,6 +60,20 @@ def test_pins_that_contradict_each_other_are_named_as_pins() -> None:
     assert caught.value.field == "pins"
 
 
+@pytest.mark.parametrize(("balance", "advice"), [("none", "bf16,fp8 reaches 0.75"), ("stage", "")])
+def test_formats_are_advised_if_every_stage_that_must_reach_the_target_does(
+    balance: str, advice: str
+) -> None:
+    """The only linear of the first stage is pinned to BF16, whatever the formats."""
+    refusals = {FP4: dict.fromkeys((B, C), "its shape")}
+    settings = {"pins": f"{A}=bf16", "efficiency_target": 0.5, "pipeline_balance": balance}
+    plans = run_plans(refusals, **settings)
+    plans.available = replace(plans.available, alternatives={"bf16,fp8": (BF16, FP8)})
+    with pytest.raises(UsageError, match="the best reachable target is 0") as refused:
+        plans.first_plan(None, 0)
+    assert str(refused.value).partition("; --snip-formats ")[2] == advice
+
+
 def test_linears_that_run_the_job_s_option_only_keep_it_and_lower_the_target() -> None:
     refusals = {o: {B: "it is fixed"} for o in (BF16, FP4)}
     plans = run_plans(refusals, FP8_JOB)
