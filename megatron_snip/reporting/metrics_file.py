@@ -29,6 +29,7 @@ from typing import IO, Annotated, Any, Self
 import numpy as np
 from numpy.typing import NDArray
 from pydantic import BaseModel, Field, model_validator
+from pydantic.json_schema import SkipJsonSchema
 
 from megatron_snip.errors import UsageError, listing, shown
 from megatron_snip.files import checked, parse_json, read_text, without_nan, write_atomic
@@ -64,7 +65,7 @@ class MetricsRow(BaseModel, strict=True):
     step_s: Number = None
     predicted_saving_s: Number = None
     notices: list[_Notice] = []
-    evaluated: dict[str, Number] = {}
+    evaluated: SkipJsonSchema[dict[str, Number]] = {}  # the file has its keys beside the others
 
     @model_validator(mode="before")
     @classmethod
