@@ -14,7 +14,7 @@ from megatron_snip.patches.preflight.job import BuiltJob, least_ranks
 from megatron_snip.patches.preflight.stages import Stage, groups_of, on_all
 from megatron_snip.patches.preflight.world import World, gpu_of
 from megatron_snip.topology import Topology
-from tests.processes import ROOT, run_copy
+from tests.processes import ROOT, run_python
 
 
 def stages(size: int) -> list[Stage]:
@@ -56,33 +56,42 @@ def test_a_stage_that_fails_alone_ends_the_others() -> None:
         on_all(stages(4), act)
 
 
+def build_large_layout(path: Path) -> None:
+    """Build four stages of a model of 512 ranks, and write what was built."""
+    from tests.models import build as build_model
+
+    world = World(512)
+    job = BuiltJob(512, {}, world=world)
+    shapes = {"hidden_size": 8192, "ffn_hidden_size": 28672, "num_attention_heads": 64}
+    shapes |= {"num_query_groups": 8, "num_layers": 8, "sequence_parallel": True}
+    layout = {"tensor_model_parallel_size": 8, "pipeline_model_parallel_size": 4}
+    shapes |= {**layout, "pipeline_dtype": torch.bfloat16, "use_cpu_initialization": False}
+    with gpu_of((9, 0)), world.installed():
+        world.start(**layout)
+        job.build(lambda: [build_model(te=False, **shapes)])
+    tops = [stage.topology for stage in job.stages]
+    devices = {p.device.type for s in job.stages for c in s.chunks for p in c.parameters()}
+    found = {
+        "ranks": [top.rank for top in tops],
+        "stages": [top.stage for top in tops],
+        "data": [top.data.size for top in tops],
+        "devices": sorted(devices),
+    }
+    path.write_text(json.dumps(found))
+
+
 def test_a_large_layout_is_built_on_the_meta_device(tmp_path: Path) -> None:
-    """512 ranks of TP 8 and PP 4, as `fake` process groups; a copy of this process has them."""
+    """512 ranks of TP 8 and PP 4, as `fake` process groups.
+
+    In a new process, as in the command: a copy of one that had other process groups can crash.
+    """
     path = tmp_path / "found.json"
-
-    def build() -> None:
-        from tests.models import build as build_model
-
-        world = World(512)
-        job = BuiltJob(512, {}, world=world)
-        shapes = {"hidden_size": 8192, "ffn_hidden_size": 28672, "num_attention_heads": 64}
-        shapes |= {"num_query_groups": 8, "num_layers": 8, "sequence_parallel": True}
-        layout = {"tensor_model_parallel_size": 8, "pipeline_model_parallel_size": 4}
-        shapes |= {**layout, "pipeline_dtype": torch.bfloat16, "use_cpu_initialization": False}
-        with gpu_of((9, 0)), world.installed():
-            world.start(**layout)
-            job.build(lambda: [build_model(te=False, **shapes)])
-        tops = [stage.topology for stage in job.stages]
-        devices = {p.device.type for s in job.stages for c in s.chunks for p in c.parameters()}
-        found = {
-            "ranks": [top.rank for top in tops],
-            "stages": [top.stage for top in tops],
-            "data": [top.data.size for top in tops],
-            "devices": sorted(devices),
-        }
-        path.write_text(json.dumps(found))
-
-    assert run_copy(build) == 0
+    module = "tests.unit.patches.test_preflight"
+    code = (
+        f"from pathlib import Path; import {module} as m; m.build_large_layout(Path({str(path)!r}))"
+    )
+    done = run_python("-c", code)
+    assert done.returncode == 0, done.stderr
     found = json.loads(path.read_text())
     assert found["stages"] == [0, 1, 2, 3] and found["ranks"] == [0, 128, 256, 384]
     assert found["data"] == [16] * 4 and found["devices"] == ["meta"]
