@@ -17,6 +17,8 @@ MARKS = (
     "# needs Docker",
     "# needs Slurm",
     "# needs a checkpoint",
+    "# needs Megatron-LM",
+    "# needs Megatron-Bridge",
 )
 _FENCE = re.compile(r"^```bash\n(.*?)^```", re.MULTILINE | re.DOTALL)
 _ENVIRONMENT = re.compile(r"^[A-Za-z_]\w*=")
