@@ -415,6 +415,7 @@ CHANGES = (
             "torch.distributed:init_process_group",
             "megatron.core.parallel_state:initialize_model_parallel",
             "megatron.core.parallel_state:create_group",
+            "megatron.core.parallel_state:generate_masked_orthogonal_rank_groups",
             "megatron.core.parallel_state:get_nccl_options",
             "torch.nn:Module.cuda",
             "torch.nn:Module.to_empty",

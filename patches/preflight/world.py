@@ -23,6 +23,8 @@ from megatron_snip.patches.registry import replace_attribute
 
 META = torch.device("meta")
 
+_RANK_GROUPS = "generate_masked_orthogonal_rank_groups"
+
 
 class World:
     """The ranks of a job, of which this process is one at a time.
@@ -34,6 +36,7 @@ class World:
     def __init__(self, size: int) -> None:
         self.size = size
         self._layout: tuple[Any, ...] | None = None
+        self._rank_groups: dict[Any, Any] = {}
 
     def enter(self, rank: int) -> None:
         """Be a rank from now on, with its groups if `initialize_model_parallel` was called."""
@@ -76,6 +79,7 @@ class World:
                 self._initialize(parallel_state.initialize_model_parallel),
             ),
             (parallel_state, "create_group", _own_groups(parallel_state.create_group)),
+            (parallel_state, _RANK_GROUPS, self._remember(getattr(parallel_state, _RANK_GROUPS))),
             # A CPU build of torch has no such options.
             (parallel_state, "get_nccl_options", constant(None)),
         ]
@@ -92,6 +96,18 @@ class World:
             self._make_groups()
 
         return initialize
+
+    def _remember(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """Wrap the listing of all groups of a kind: it is the same for every stage."""
+
+        @functools.wraps(original)
+        def rank_groups(world_size: int, parallel_size: list[int], mask: list[bool]) -> Any:
+            key = (world_size, tuple(parallel_size), tuple(mask))
+            if key not in self._rank_groups:
+                self._rank_groups[key] = original(world_size, parallel_size, mask)
+            return self._rank_groups[key]
+
+        return rank_groups
 
     def _make_groups(self) -> None:
         assert self._layout is not None
