@@ -32,7 +32,6 @@ Share = Annotated[float, Field(ge=0.0, le=1.0)]
 Count = Annotated[int, Field(ge=1, le=2**53)]
 
 Backend = Literal["auto", "simulate", "te"]
-LossDivergence = Literal["fisher", "first_plus_fisher"]
 PipelineBalance = Literal["none", "stage"]
 EfficiencyMeasure = Literal["flops", "time"]
 
@@ -132,9 +131,13 @@ class MeasureFields(Section):
     """Weight of earlier measurements in the running mean of the statistics. The first-order term
     `first` and the counts of tokens and microbatches are not averaged."""
 
-    loss_divergence: LossDivergence = "fisher"
-    """Estimator of the loss divergence: `fisher` (second order) or the paper's
-    `first_plus_fisher` (|first order| + second order)."""
+    loss_divergence: str = "fisher"
+    """Estimator of the loss divergence: `fisher` (second order), the paper's
+    `first_plus_fisher` (|first order| + second order), or what a plugin adds."""
+
+    weight_divergence: str = "updates"
+    """Estimator of the weight divergence: `updates` (the change of the next updates), or what a
+    plugin adds."""
 
     weight_lambda: Annotated[float, Field(ge=0.0, le=1e6)] = 0.1
     """Weight of the normalized weight divergence relative to the loss divergence."""
@@ -220,7 +223,8 @@ class PlanFields(Section):
     uniform plan in the lowest precision has quality loss 1 + weight_lambda."""
 
     plugins: tuple[str, ...] = ()
-    """Modules that add policies, formats or writers, comma separated, such as our_package.snip.
+    """Modules that add formats, statistics, divergences, policies or writers, comma separated,
+    such as our_package.snip.
     Those that installed packages declare are always used."""
 
     plan_file: Path | None = None

@@ -1,8 +1,9 @@
-"""Plugins: modules of other packages that add policies, formats and writers.
+"""Plugins: modules of other packages that add formats, statistics, divergences, policies, writers.
 
-The import of a plugin adds entries to tables of this package: `planning.policies.POLICIES`,
-`formats.FORMATS`, `reporting.writers.WRITERS`. It is named by `--snip-plugins`, or an installed
-package declares it:
+The import of a plugin adds entries to tables of this package: `formats.FORMATS`,
+`statistics.added.STATISTICS`, `LOSS_DIVERGENCES` and `WEIGHT_DIVERGENCES` of
+`divergence.quality_loss`, `planning.policies.POLICIES`, `reporting.writers.WRITERS`. It is named by
+`--snip-plugins`, or an installed package declares it:
 
     [project.entry-points."megatron_snip.plugins"]
     ours = "our_package.snip"

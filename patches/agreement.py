@@ -96,6 +96,8 @@ def settings_of_rank(config: SnipConfig, args: argparse.Namespace) -> dict[str, 
         config: SNIP's settings.
         args: Megatron's, by the names that Megatron-LM's parser gives them.
     """
+    from megatron_snip.statistics.added import STATISTICS
+
     own = {
         f"--snip-{name.replace('_', '-')}": value
         for name, value in config.model_dump(mode="json").items()
@@ -107,7 +109,8 @@ def settings_of_rank(config: SnipConfig, args: argparse.Namespace) -> dict[str, 
         if hasattr(args, name)
     }
     environment = {name: os.environ.get(name) for name in OF_ENVIRONMENT}
-    found = {"megatron-snip": __version__, **own, **megatron, **environment}
+    added = {"statistics of plugins": sorted(STATISTICS)}
+    found = {"megatron-snip": __version__, **own, **megatron, **environment, **added}
     return {name: _text(value) for name, value in found.items()}
 
 

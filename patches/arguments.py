@@ -162,10 +162,12 @@ def snip_config(args: argparse.Namespace, given: Mapping[str, Any] | SnipConfig)
     if not config.enabled:
         return config
     config = with_flags_of_the_job(config, args)
+    from megatron_snip.divergence.quality_loss import check_divergences
     from megatron_snip.planning.policies import get_policy
 
     with naming_field("policy"):
         get_policy(config.policy)
+    check_divergences(config)
     if config.formats == (AUTO,) and hasattr(args, "transformer_impl"):
         config.model_copy(update={"formats": _auto_formats(config, args)}).check_pins()
     return config

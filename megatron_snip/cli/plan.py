@@ -21,7 +21,7 @@ from megatron_snip.errors import InfeasiblePlanError, UsageError, naming_field
 from megatron_snip.files import first_problem
 from megatron_snip.flags import flag_name
 from megatron_snip.formats import lowest_precision
-from megatron_snip.options import BF16, Granularity, enumerate_options, formats_in
+from megatron_snip.options import BF16, Granularity, Option, enumerate_options, formats_in
 from megatron_snip.output import console
 from megatron_snip.planning.calibration import read_calibration, with_seconds
 from megatron_snip.planning.fixed import Fixed, Source
@@ -86,6 +86,13 @@ def add_planning_flags(parser: argparse.ArgumentParser) -> None:
         "which lie in the run's divergences/ [the problem's options]"
     )
     add("--granularity", choices=get_args(Granularity), help=text)
+    text = (
+        "loss divergence by which the quality losses are computed again from the statistics of "
+        "the refresh: fisher, first_plus_fisher, or one of a plugin [the problem's]"
+    )
+    add("--loss-divergence", metavar="NAME", help=text)
+    text = "the same for the weight divergence: updates, or one of a plugin [the problem's]"
+    add("--weight-divergence", metavar="NAME", help=text)
     add = parser.add_argument_group("solver").add_argument
     add("--policy", metavar="NAME", help=f"{', '.join(policy_names())} [snip]")
     add("--time-limit", metavar="S", dest="time_limit_s", help="most seconds to solve a plan [30]")
@@ -160,8 +167,8 @@ def inputs_from(args: argparse.Namespace) -> tuple[PlanningProblem, PlanSettings
         raise UsageError(text) from None
     get_policy(settings.policy)  # an unknown name is an error before any file is read
     problem = read_problem(args.problem)
-    if args.granularity == "gemm":
-        problem = _by_gemm(problem, args.problem)
+    if args.granularity == "gemm" or args.loss_divergence or args.weight_divergence:
+        problem = _by_statistics(problem, args)
     elif args.granularity == "linear":
         problem = _by_linear(problem)
     pins = (*settings.pins, *_edge_pins(problem, args))
@@ -184,45 +191,58 @@ def _by_linear(problem: PlanningProblem) -> PlanningProblem:
     return problem.with_options(uniform)
 
 
-def _by_gemm(problem: PlanningProblem, path: Path) -> PlanningProblem:
-    """Return the problem with an option for each choice of formats of the three GEMMs.
+def _by_statistics(problem: PlanningProblem, args: argparse.Namespace) -> PlanningProblem:
+    """Return the problem with quality losses from the statistics of the same refresh.
 
-    The quality losses come from the statistics of the same refresh, as in a run with
-    `--snip-granularity gemm`. A linear gets the formats of its own options.
+    They are those of a run with the given granularity and divergences. A linear gets the formats of
+    its own options.
 
     Raises:
-        UsageError: if the run has no statistics of the refresh, or those of another model.
+        UsageError: if the run has no statistics of the refresh, or those of another model, or a
+            divergence is unknown.
     """
     # Not at the top: they import torch.
     from megatron_snip.divergence.quality_loss import (
+        check_divergences,
         divergence_table,
         planning_problem,
         read_statistics,
     )
     from megatron_snip.reporting.run_record import read_snip_settings
 
+    path: Path = args.problem
     directory = path.absolute().parent.parent
+    settings = read_snip_settings(directory) or SnipConfig()
+    given = {}
+    for name in ("loss_divergence", "weight_divergence"):
+        value = getattr(args, name)
+        if value is not None:
+            given[name] = value
+    settings = settings.model_copy(update=given)
+    check_divergences(settings)
+    flag = flag_name("", next(iter(given))) if given else "--granularity gemm"
     file = directory / "divergences" / path.name
     if not file.is_file():
         raise UsageError(
-            f"--granularity gemm needs what the refresh measured, '{file}'; name the problem in "
-            "its run's directory"
+            f"{flag} needs what the refresh measured, '{file}'; name the problem in its run's "
+            "directory"
         )
     statistics = read_statistics(file)
     if [linear.name for linear in statistics.linears] != list(problem.names):
-        raise UsageError(f"--granularity gemm: '{file}' is of other linears than '{path}'")
-    formats_of = {row.name: set(formats_in(row.options)) for row in problem.linears}
-    formats = formats_in(dict.fromkeys(option for row in problem.linears for option in row.options))
+        raise UsageError(f"{flag}: '{file}' is of other linears than '{path}'")
+    own_options = dict.fromkeys(option for row in problem.linears for option in row.options)
+    formats = formats_in(own_options)
     measured_formats = {name for linear in statistics.linears for name in linear.formats}
     lacking = sorted(set(formats) - measured_formats - {str(BF16)})
     if lacking:
-        raise UsageError(f"--granularity gemm: '{file}' has no statistics of {', '.join(lacking)}")
-    options = enumerate_options(formats, "gemm")
+        raise UsageError(f"{flag}: '{file}' has no statistics of {', '.join(lacking)}")
+    options = tuple(map(parse_option, own_options))
+    if args.granularity is not None:
+        options = enumerate_options(formats, args.granularity)
     refusals = {}
     for option in options:
-        unable = [name for name, own in formats_of.items() if not own.issuperset(option.formats)]
-        refusals[option] = dict.fromkeys(unable, "its problem has no such format")
-    settings = read_snip_settings(directory) or SnipConfig()
+        unable = [row.name for row in problem.linears if not _can_run(row, option, args)]
+        refusals[option] = dict.fromkeys(unable, "its problem has no such option")
     fixed = {
         name: Fixed(parse_option(option), Source.PIN)
         for glob, option in reversed(problem.pins)
@@ -242,9 +262,16 @@ def _by_gemm(problem: PlanningProblem, path: Path) -> PlanningProblem:
 
     def of_linear(row: LinearChoices) -> dict[str, OptionCost]:
         found = measured[row.name]
-        return {text: cost for text, cost in found.items() if row.name not in refused[text]}
+        return {text: cost for text, cost in found.items() if row.name not in refused.get(text, ())}
 
     return problem.with_options(of_linear)
+
+
+def _can_run(row: LinearChoices, option: Option, args: argparse.Namespace) -> bool:
+    """Return whether a linear has an option; by another granularity, whether it has its formats."""
+    if args.granularity is None:
+        return str(option) in row.options
+    return set(formats_in(row.options)).issuperset(option.formats)
 
 
 def _edge_pins(problem: PlanningProblem, args: argparse.Namespace) -> Iterator[tuple[str, str]]:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_snip.cli.common import integer, new_table
-from megatron_snip.errors import UsageError
+from megatron_snip.errors import UsageError, did_you_mean
 from megatron_snip.files import read_json
 from megatron_snip.options import Option
 from megatron_snip.output import console, csv_text
@@ -54,11 +54,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     text = "iteration of the refresh; with --precision any iteration [the last]"
     add("--iteration", metavar="N", type=integer, help=text)
     text = (
-        "order of the rows: the model's, or largest first by the loss divergence, the weight "
-        "divergence, the relative change of the linear's own update (local), the relative "
-        "quantization error of the operands (error) or the gradient noise (noise) [model]"
+        "order of the rows: model, or largest first by loss or weight (the divergences), local "
+        "(the relative change of the linear's own update), error (the relative quantization error "
+        "of the operands), noise (the gradient noise), or a statistic of a plugin [model]"
     )
-    add("--sort", choices=("model", *COLUMNS), default="model", help=text)
+    add("--sort", metavar="COLUMN", default="model", help=text)
     kind = parser.add_mutually_exclusive_group().add_argument
     kind("--health", action="store_true", help="the worst linears by each measure of health")
     text = "what every linear ran: option, recipe, storage of the weight, and what fixed it"
@@ -127,25 +127,34 @@ def _gradient_noise(run: Path, iteration: int) -> dict[tuple[str, str], float | 
 def _print_divergences(
     record: Divergences, sort: str, noise: dict[tuple[str, str], float | None]
 ) -> None:
+    formats = [found for linear in record.linears for found in linear.statistics.formats.values()]
+    of_plugins = list(dict.fromkeys(name for found in formats for name in found.added))
+    shown = (*COLUMNS, *of_plugins)
+    if sort not in ("model", *shown):
+        known = ", ".join(("model", *shown))
+        raise UsageError(f"--sort: there is no column '{sort}'{did_you_mean(sort, shown)}; {known}")
     rows: list[tuple[str, str, dict[str, Any]]] = []
     for linear in record.linears:
         for option, measured in linear.options.items():
-            square = linear.statistics.formats.get(option, {}).get("local_square")
+            found = linear.statistics.formats.get(option)
+            square = None if found is None else found.local_square
+            added = {} if found is None else found.added
             values = {
                 "loss": measured.get("loss_divergence"),
                 "weight": measured.get("weight_divergence"),
                 "local": None if square is None or square < 0 else math.sqrt(square),
                 "error": measured.get("rel_error"),
                 "noise": noise.get((linear.name, Option.parse(option).wgrad)),
+                **{name: added.get(name) for name in of_plugins},
             }
             if option != "bf16":
                 rows.append((linear.name, option, values))
     if sort != "model":
         rows.sort(key=lambda row: math.inf if row[2][sort] is None else -row[2][sort])
-    table = new_table(("linear", "option"), COLUMNS)
-    columns = {name: column([values[name] for _, _, values in rows]) for name in COLUMNS}
+    table = new_table(("linear", "option"), shown)
+    columns = {name: column([values[name] for _, _, values in rows]) for name in shown}
     for row, (name, option, _) in enumerate(rows):
-        table.add_row(name, option, *(columns[each][row] for each in COLUMNS))
+        table.add_row(name, option, *(columns[each][row] for each in shown))
     out = console()
     out.print(f"iteration {record.iteration}, loss {number(record.loss)}")
     out.print(table)

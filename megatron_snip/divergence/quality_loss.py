@@ -61,10 +61,10 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from megatron_snip.config import LossDivergence, SnipConfig
-from megatron_snip.errors import UsageError
+from megatron_snip.config import SnipConfig
+from megatron_snip.errors import UsageError, did_you_mean, one_line
 from megatron_snip.files import read_json, without_nan
-from megatron_snip.log import warn_once
+from megatron_snip.log import warn_once, warn_once_per_job
 from megatron_snip.options import BF16, Option, Refusals
 from megatron_snip.planning.fixed import FixedLinears
 from megatron_snip.planning.problem import (
@@ -173,7 +173,8 @@ def divergence_table(
             the one that it is fixed to; else, if no backward reached it, what the job itself runs,
             also if that is none of these; else the one of the most bits that it can run.
         lowest_format: The lowest precision among the formats.
-        config: SNIP's settings, of which `loss_divergence` and `weight_lambda` are used.
+        config: SNIP's settings, of which `loss_divergence`, `weight_divergence` and
+            `weight_lambda` are used.
         refusals: The options that linears cannot run.
         fixed: The linears whose option is fixed.
         warn: Whether to log what is forbidden; one rank of many is enough.
@@ -181,9 +182,16 @@ def divergence_table(
             absent it is the one of the most bits that they can run.
     """
     lowest = Option.uniform(lowest_format)
-    kappa = fprop_scale(table.linears, lowest_format)
-    loss_of = partial(loss_divergence, estimator=config.loss_divergence)
-    weight_of = partial(weight_divergence, kappa=kappa)
+    name = config.loss_divergence
+    loss_of = LOSS_DIVERGENCES[name]
+    if name not in _OURS:
+        loss_of = _guarded("loss_divergence", name, loss_of)
+    name = config.weight_divergence
+    if name == UPDATES:
+        weight_of: Divergence
+        weight_of = partial(weight_divergence, kappa=fprop_scale(table.linears, lowest_format))
+    else:
+        weight_of = _guarded("weight_divergence", name, WEIGHT_DIVERGENCES[name])
     loss_sum = finite_sum(_or_nan(loss_of, linear, lowest) for linear in table.linears)
     weight_sum = finite_sum(_or_nan(weight_of, linear, lowest) for linear in table.linears)
 
@@ -337,15 +345,68 @@ def read_statistics(path: Path) -> StatisticsTable:
         raise UsageError(f"{source}: {error}") from None
 
 
-def loss_divergence(linear: LinearStatistics, option: Option, estimator: LossDivergence) -> float:
-    """Return the loss divergence of an option at one linear, >= 0, in units of the loss."""
-    name = option[Gemm.FPROP]
-    if name == "bf16":
+def fisher(linear: LinearStatistics, option: Option) -> float:
+    """Return the second-order loss divergence, >= 0, in units of the loss."""
+    return 0.0 if option.fprop == "bf16" else linear.formats[option.fprop].fisher
+
+
+def first_plus_fisher(linear: LinearStatistics, option: Option) -> float:
+    """Return the paper's loss divergence, >= 0, in units of the loss."""
+    if option.fprop == "bf16":
         return 0.0
-    found = linear.formats[name]
-    if estimator == "first_plus_fisher":
-        return found.fisher + abs(found.first)
-    return found.fisher
+    found = linear.formats[option.fprop]
+    return found.fisher + abs(found.first)
+
+
+Divergence = Callable[[LinearStatistics, Option], float]
+"""Returns the divergence of an option at a linear by the linear's statistics. An option that is not
+BF16 in all GEMMs may be BF16 in some, for which there are no statistics."""
+
+LOSS_DIVERGENCES: dict[str, Divergence] = {
+    "fisher": fisher,
+    "first_plus_fisher": first_plus_fisher,
+}
+"""By name, as `loss_divergence` has it; plugins add more (`megatron_snip/plugins.py`)."""
+
+UPDATES = "updates"
+"""The name of `weight_divergence`, whose kappa depends on all linears."""
+
+WEIGHT_DIVERGENCES: dict[str, Divergence] = {}
+"""Those that plugins add, by name."""
+
+_OURS = frozenset({*LOSS_DIVERGENCES, UPDATES})
+
+
+def check_divergences(config: SnipConfig) -> None:
+    """Refuse names of divergences that nothing has.
+
+    Raises:
+        UsageError: one line; its `field` is the setting.
+    """
+    for field, added in (
+        ("loss_divergence", LOSS_DIVERGENCES),
+        ("weight_divergence", {UPDATES, *WEIGHT_DIVERGENCES}),
+    ):
+        name = getattr(config, field)
+        if name not in added:
+            text = f"unknown {field} '{name}'{did_you_mean(name, added)}"
+            raise UsageError(f"{text}; known: {', '.join(sorted(added))}", field=field)
+
+
+def _guarded(field: str, name: str, compute: Divergence) -> Divergence:
+    """Return a divergence of a plugin that is NaN where it fails, with one warning."""
+
+    def guarded(linear: LinearStatistics, option: Option) -> float:
+        if option == BF16:
+            return 0.0
+        try:
+            return float(compute(linear, option))
+        except Exception as error:  # a plugin's mistake must not end training
+            text = f"{type(error).__name__}: {one_line(error)}"
+            warn_once_per_job(logger, f"{field} '{name}' is unknown where it fails: {text}")
+            return math.nan
+
+    return guarded
 
 
 def fprop_scale(linears: Sequence[LinearStatistics], lowest_format: str) -> float:

@@ -34,8 +34,15 @@ logger = logging.getLogger(__name__)
 _OptionName = Annotated[str, AfterValidator(lambda text: str(parse_option(text)))]
 
 
+class _FormatStatistics(BaseModel, strict=True):
+    """The sums of one format: those that are shown, and what plugins added."""
+
+    local_square: Number = None
+    added: dict[Label, Number] = {}
+
+
 class _Statistics(BaseModel, strict=True):
-    formats: dict[str, dict[str, Number]] = {}
+    formats: dict[str, _FormatStatistics] = {}
 
 
 class LinearRecord(BaseModel, strict=True):

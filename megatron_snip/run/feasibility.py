@@ -7,6 +7,7 @@ default target is lowered to what the linears can reach, with a warning (`reacha
 from collections import defaultdict
 
 from megatron_snip.config import FREE, SnipConfig
+from megatron_snip.divergence.quality_loss import check_divergences
 from megatron_snip.errors import InfeasiblePlanError, UsageError, naming_field
 from megatron_snip.linears.availability import AvailableOptions
 from megatron_snip.planning.constraints import make_constraints
@@ -33,14 +34,15 @@ def check_settings(
         available: what the linears can run, and what is fixed.
 
     Raises:
-        UsageError: if the policy is unknown or has no target to schedule, a pin does not fit the
-            model, or the plan file would never run.
+        UsageError: if the policy or a divergence is unknown, the policy has no target to schedule,
+            a pin does not fit the model, or the plan file would never run.
         InfeasiblePlanError: if the constraints cannot be met. It names settings that help.
     """
     with naming_field("policy"):
         policy = get_policy(config.policy, problem)
         if config.target_changes and not policy.heeds_target:
             raise UsageError(f"'{config.policy}' has no target; drop it or the target schedule")
+    check_divergences(config)
     makes_plans = not config.collect_only
     if config.plan_file is not None and makes_plans and not policy.needs_statistics:
         raise UsageError(

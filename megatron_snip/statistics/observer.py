@@ -37,10 +37,11 @@ from megatron_snip.collectives import sum_over
 from megatron_snip.formats import Format, ScaleType
 from megatron_snip.quantizers.quantize import rotated_amax
 from megatron_snip.quantizers.reference import amax_of
-from megatron_snip.quantizers.stochastic import grad_output_stream
+from megatron_snip.quantizers.stochastic import StochasticStream, grad_output_stream
 from megatron_snip.statistics import fused
 from megatron_snip.statistics.health_table import HealthTable
 from megatron_snip.statistics.measure import PartialSums, partial_sums
+from megatron_snip.statistics.measure_added import added_names, measure_added
 from megatron_snip.statistics.operands import AmaxesOrScales, MeasuredWeight, Operands
 from megatron_snip.statistics.records import StatisticsTable
 from megatron_snip.statistics.reduce import reduce_sums
@@ -443,6 +444,33 @@ class StepObserver:
                 self._sums.add, placement, sample, sums, operands.grad_output, feature_stride=stride
             )
             self._try(placement, add)
+        if settings.added:
+            self._measure_added(placement, sample, operands, stream)
+
+    def _measure_added(
+        self, placement: Placement, sample: Sample, operands: Operands, stream: StochasticStream
+    ) -> None:
+        """All ranks of the tensor axis: measure the statistics of plugins."""
+        settings = self._settings
+        measure = partial(
+            measure_added,
+            operands,
+            kind=placement.kind,
+            num_shards=placement.tp.size,
+            settings=settings,
+            stream=stream,
+            failures=self._sums.own.failed_statistics,
+        )
+        found = self._try(placement, measure)
+        if found is None:  # the refresh fails; other shards wait in the sum
+            sizes = [len(added_names(settings, combine)) for combine in ("sum", "max")]
+            zeros = partial(operands.input.new_zeros, dtype=torch.float32)
+            found = (zeros(sizes[0]), zeros(sizes[1]))
+        sums, maxima = found
+        if placement.tp.group is not None:
+            sums = sum_over(sums, placement.tp.group)
+        add = partial(self._sums.add_added, placement, sample, sums, maxima, settings)
+        self._try(placement, add)
 
     def _sampled_rows(
         self, call: _Call, sample: Sample, weight: Tensor, grad: Tensor

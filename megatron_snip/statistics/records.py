@@ -64,6 +64,8 @@ class FormatStatistics:
         input_error_square: Error of X in the tiles of fprop: the sum of |Q(X) - X|^2.
         weight_error_square: Error of W in the tiles of fprop: |Q(W) - W|^2, the mean over experts.
         grad_error_square: Error of G in the tiles of wgrad: the sum of |Q(G) - G|^2.
+        added: What plugins measure, by the name of the statistic (`statistics/added.py`); without
+            values that are not finite.
     """
 
     first: float = _column("tokens", 1)
@@ -76,6 +78,7 @@ class FormatStatistics:
     input_error_square: float = _column()
     weight_error_square: float = _column("weight")
     grad_error_square: float = _column("tiles", 2)
+    added: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -164,8 +167,10 @@ COLUMNS: dict[str, Column] = {
 }
 """The measured fields."""
 
-FORMAT_COLUMNS: tuple[str, ...] = tuple(f.name for f in dataclasses.fields(FormatStatistics))
-"""The fields of `FormatStatistics`, repeated for each format in the reduced table."""
+FORMAT_COLUMNS: tuple[str, ...] = tuple(
+    f.name for f in dataclasses.fields(FormatStatistics) if "column" in f.metadata
+)
+"""The measured fields of `FormatStatistics`, repeated for each format in the reduced table."""
 
 BASE_COLUMNS: tuple[str, ...] = tuple(name for name in COLUMNS if name not in FORMAT_COLUMNS)
 """The measured fields of `LinearStatistics`, in the order of the reduced table's columns."""
@@ -175,7 +180,8 @@ def named_statistics(linear: LinearStatistics) -> dict[str, float]:
     """Return all that was measured of a linear, by the names of the reduced table."""
     found: dict[str, float] = {name: getattr(linear, name) for name in BASE_COLUMNS}
     for name, errors in linear.formats.items():
-        found |= {f"{name}.{column}": getattr(errors, column) for column in FORMAT_COLUMNS}
+        values = {column: getattr(errors, column) for column in FORMAT_COLUMNS} | errors.added
+        found |= {f"{name}.{column}": value for column, value in values.items()}
     return found
 
 
@@ -217,24 +223,30 @@ def _blend(old: LinearStatistics | None, new: LinearStatistics, decay: float) ->
         return replace(old, stage=new.stage)
     if new.microbatches == 0:  # its measurement was in other formats: no plan can use it
         return new
-    formats = {
-        name: _mixed(old.formats.get(name, values), values, FORMAT_COLUMNS, decay)
-        for name, values in new.formats.items()
-    }
+    formats = {}
+    for name, values in new.formats.items():
+        before = old.formats.get(name, values)
+        added = {
+            key: _mean(before.added.get(key, value), value, decay)
+            for key, value in values.added.items()
+        }
+        formats[name] = replace(_mixed(before, values, FORMAT_COLUMNS, decay), added=added)
     return replace(_mixed(old, new, BASE_COLUMNS, decay), formats=formats)
 
 
 def _mixed(old: Row, new: Row, columns: tuple[str, ...], decay: float) -> Row:
-    """Return the average of two rows.
-
-    A NaN in the new row makes that value NaN. A NaN in the old one is forgotten.
-    """
-    values = {}
-    for name in columns:
-        before = getattr(old, name)
-        now = getattr(new, name)
-        is_averaged = name not in _NOT_AVERAGED and math.isfinite(before)
-        # Where both are equal, the mean is equal to them; the formula might round it.
-        if is_averaged and before != now:
-            values[name] = decay * before + (1 - decay) * now
+    """Return the average of two rows."""
+    values: dict[str, Any] = {
+        name: _mean(getattr(old, name), getattr(new, name), decay)
+        for name in columns
+        if name not in _NOT_AVERAGED
+    }
     return replace(new, **values)
+
+
+def _mean(before: float, now: float, decay: float) -> float:
+    """Return the average; a NaN now makes it NaN, and one before is forgotten."""
+    # Where both are equal, the mean is equal to them; the formula might round it.
+    if before == now or not math.isfinite(before):
+        return now
+    return decay * before + (1 - decay) * now

@@ -9,19 +9,23 @@ as linears times experts, so they are the most bytes of a refresh.
 G times `grad_scale` is the gradient of the batch-mean loss (`TrainingStep.grad_scale`).
 """
 
+import logging
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from megatron_snip.collectives import Control, RemoteFailure
+from megatron_snip.collectives import Control, RemoteFailure, ranks_text
+from megatron_snip.log import warn_once
 from megatron_snip.statistics.health import make_health_table
 from megatron_snip.statistics.health_table import HealthTable
+from megatron_snip.statistics.measure_added import added_names
 from megatron_snip.statistics.records import (
     BASE_COLUMNS,
     FORMAT_COLUMNS,
+    Column,
     FormatStatistics,
     LinearStatistics,
     StatisticsTable,
@@ -32,6 +36,8 @@ from megatron_snip.statistics.rows import RowLayout
 from megatron_snip.statistics.sample import MeasureSettings
 from megatron_snip.topology import LinearInfo
 from megatron_snip.types import Operand
+
+logger = logging.getLogger(__name__)
 
 K = TypeVar("K")
 
@@ -74,33 +80,46 @@ def reduce_sums(
     also = torch.zeros(0, dtype=torch.float64) if also_summed is None else also_summed
     num_counts = len(BatchCounts._fields)
     width = num_counts + layout.width
-    sizes = [1 + len(also), len(linears) * width]
+    sum_names = added_names(settings, "sum")
+    maximum_names = added_names(settings, "max")
+    sizes = [2 + len(also), len(linears) * width, len(linears) * len(sum_names)]
     # Views of one tensor: what is written to them is summed with it, in one exchange.
     summed = torch.zeros(sum(sizes), dtype=torch.float64)
-    head, table = torch.split(summed, sizes)
+    head, table, added = torch.split(summed, sizes)
+    added = added.view(len(linears), len(sum_names))
     # A sum of all ranks is rounded log2(ranks) times, each time by 6e-8 at most.
     expert_rows = torch.zeros((len(experts), layout.expert_width), dtype=torch.float32)
     batch, rows = torch.split(table.view(len(linears), width), [num_counts, layout.width], dim=1)
     sums = layout.split(rows)
-    amax = torch.zeros((len(linears), len(Operand)))  # of it ranks take the maximum
-    head[1:] = also
+    # Of these ranks take the maximum. Magnitudes are positive; what plugins add need not be.
+    maxima = torch.full((len(linears), len(Operand) + len(maximum_names)), -torch.inf)
+    amax, added_maxima = torch.split(maxima, [len(Operand), len(maximum_names)], dim=1)
+    amax.zero_()
+    head[2:] = also
     try:
         _fill(rows, own.rows, names)
         own_counts = {n: torch.tensor(c, dtype=torch.float64) for n, c in own.counts.items()}
         _fill(batch, own_counts, names)
         _fill(sums.norms, norms(), names)
         _fill(amax, own.amax, names)
-        amax.nan_to_num_(nan=math.inf, posinf=math.inf)  # a maximum over ranks may lose a NaN
+        _fill(added, own.added, names)
+        _fill(added_maxima, own.added_maxima, names)
+        # A maximum over ranks may lose a NaN.
+        amax.nan_to_num_(nan=math.inf, posinf=math.inf)
+        added_maxima.nan_to_num_(nan=math.inf, posinf=math.inf, neginf=-math.inf)
         _fill(expert_rows, own.experts, experts)
     except Exception as error:  # the other ranks wait in the sum
         own.record_failure(error)
     head[0] = float(own.failure is not None)
-    control.sum_(summed, amax)
+    head[1] = float(len(own.failed_statistics))
+    control.sum_(summed, maxima)
     if head[0] > 0:
         found = control.gather("measuring", lambda: own.failure)
         by_text = zip(found.values, found.ranks, strict=True)
         raise RemoteFailure("measuring", {text: ranks for text, ranks in by_text if text})
-    also.copy_(head[1:])
+    also.copy_(head[2:])
+    if head[1] > 0:
+        _warn_about_failed_statistics(own, control)
     if experts:
         control.sum_(expert_rows)
     expert_rows = expert_rows.double()
@@ -110,6 +129,9 @@ def reduce_sums(
     # removes the error of adding thirds.
     in_batch = [BatchCounts(round(count, 6), tokens) for count, tokens in batch.tolist()]
     batch_tokens = _batch_tokens(linears, in_batch)
+    of_plugins = torch.cat([added, added_maxima.double()], dim=1).tolist()
+    for row, values in zip(named, of_plugins, strict=True):
+        row.update(zip([*sum_names, *maximum_names], values, strict=True))
     decoded = []
     for info, row, total in zip(linears, named, in_batch, strict=True):
         decoded.append(
@@ -117,7 +139,7 @@ def reduce_sums(
                 info,
                 row,
                 total,
-                formats=settings.formats,
+                settings=settings,
                 grad_scale=grad_scale,
                 batch_tokens=batch_tokens,
             )
@@ -138,6 +160,20 @@ def _fill(table: Tensor, rows: Mapping[K, Tensor], keys: Sequence[K]) -> None:
     if rows:
         index = {key: i for i, key in enumerate(keys)}
         table[[index[key] for key in rows]] = torch.stack(list(rows.values())).cpu().to(table.dtype)
+
+
+def _warn_about_failed_statistics(own: RankRows, control: Control) -> None:
+    """All ranks: rank 0 warns about the statistics of plugins that failed, each once in a run."""
+    found = control.gather("statistics of plugins", lambda: own.failed_statistics)
+    if control.rank != 0:
+        return
+    reasons: dict[str, str] = {}
+    for failed, ranks in zip(found.values, found.ranks, strict=True):
+        for name, reason in failed.items():
+            reasons.setdefault(name, f"{reason} (on {ranks_text(ranks)})")
+    for name, reason in reasons.items():
+        text = f"statistic '{name}' is left out where its plugin failed to measure it: {reason}"
+        warn_once(logger, text)
 
 
 def _batch_tokens(linears: Sequence[LinearInfo], counts: Sequence[BatchCounts]) -> float:
@@ -162,7 +198,7 @@ def _linear_statistics(
     row: Mapping[str, float],
     counts: BatchCounts,
     *,
-    formats: Iterable[str],
+    settings: MeasureSettings,
     grad_scale: float,
     batch_tokens: float,
 ) -> LinearStatistics:
@@ -170,9 +206,9 @@ def _linear_statistics(
 
     Args:
         info: the linear.
-        row: sums by the name of the column.
+        row: sums by the name of the column; those of plugins, and their maxima, by `added_names`.
         counts: what the linear multiplied in the batch.
-        formats: the formats measured.
+        settings: what was measured.
         grad_scale: as in `reduce_sums`.
         batch_tokens: tokens of the batch, T in the equations.
     """
@@ -181,8 +217,8 @@ def _linear_statistics(
     is_measured = row["microbatches"] > 0 and (row["tokens"] > 0 or counts.tokens == 0)
     expansion = counts.tokens / row["tokens"] if row["tokens"] else 1.0
 
-    def scaled(name: str) -> float:
-        column = column_of(name)
+    def scaled(name: str, column: Column | None = None) -> float:
+        column = column or column_of(name)
         value = row[name] * grad_scale**column.grad_power
         if column.over == "weight":  # each measured microbatch adds it; the mean is reported
             return value / measured
@@ -197,10 +233,15 @@ def _linear_statistics(
     # Without moments the gradient stands for the update.
     update_square = base["update_square"] or base["wgrad_square"] or 1.0
     by_format = {}
-    for name in formats:
+    for name in settings.formats:
         values = {column: scaled(f"{name}.{column}") for column in FORMAT_COLUMNS}
         values["fisher"] *= batch_tokens / info.out_features
         values["aligned_fisher"] *= batch_tokens
         values["local_square"] /= update_square
-        by_format[name] = FormatStatistics(**values)
+        added = {}
+        for key, each in settings.added.items():
+            value = scaled(f"{name}.{key}", each.column)
+            if math.isfinite(value):
+                added[key] = value
+        by_format[name] = FormatStatistics(**values, added=added)
     return LinearStatistics(**vars(info), **base, formats=by_format)

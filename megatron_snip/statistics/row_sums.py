@@ -19,7 +19,7 @@ from megatron_snip.log import log_failure
 from megatron_snip.statistics.measure import PartialSums, total_names, totals
 from megatron_snip.statistics.records import column_of
 from megatron_snip.statistics.rows import RowLayout
-from megatron_snip.statistics.sample import Sample, to_device
+from megatron_snip.statistics.sample import MeasureSettings, Sample, to_device
 from megatron_snip.statistics.sensitivity import Sensitivity
 from megatron_snip.topology import Placement, Topology
 
@@ -50,6 +50,9 @@ class RankRows:
         amax: The largest magnitudes of X, W and G, FP32 [3], by the linear's name.
         experts: The row of each expert (`RowLayout.expert_row`), FP64, by linear name and expert.
         counts: This rank's part of each linear's counts, by the linear's name.
+        added: The sums of plugins' statistics (`added_names`), FP64, by the linear's name.
+        added_maxima: Their maxima, FP32, by the linear's name.
+        failed_statistics: The first error of each statistic of a plugin, by its name.
         failure: The first error, in one line, or None.
     """
 
@@ -57,6 +60,9 @@ class RankRows:
     amax: dict[str, Tensor] = field(default_factory=dict)
     experts: dict[tuple[str, int], Tensor] = field(default_factory=dict)
     counts: dict[str, BatchCounts] = field(default_factory=dict)
+    added: dict[str, Tensor] = field(default_factory=dict)
+    added_maxima: dict[str, Tensor] = field(default_factory=dict)
+    failed_statistics: dict[str, str] = field(default_factory=dict)
     failure: str | None = None
 
     def record_failure(self, error: Exception, where: str = "") -> None:
@@ -119,6 +125,38 @@ class RowBuilder:
         """Keep the largest magnitudes of X, W and G, FP32 [3]."""
         largest = self.own.amax.get(placement.name)
         self.own.amax[placement.name] = amax if largest is None else torch.maximum(largest, amax)
+
+    def add_added(
+        self,
+        placement: Placement,
+        sample: Sample,
+        sums: Tensor,
+        maxima: Tensor,
+        settings: MeasureSettings,
+    ) -> None:
+        """Add one microbatch to what plugins measure of a linear.
+
+        Args:
+            placement: the linear.
+            sample: the tokens of the microbatch that were measured.
+            sums: sums over all shards of the linear, in the order of `added_names`.
+            maxima: those of this shard.
+            settings: what is measured.
+        """
+        own = self.own
+        largest = own.added_maxima.get(placement.name, maxima)
+        own.added_maxima[placement.name] = torch.maximum(largest, maxima)  # a NaN stays one
+        if placement.tp.rank != 0:
+            return
+        expansion = {**sample.expansions, "weight": 1.0 / self._topology.context}
+        factors = [
+            expansion[each.column.over]
+            for _ in settings.formats
+            for each in settings.added.values()
+            if each.combine == "sum"
+        ]
+        scale = to_device(sums.device, torch.tensor(factors, dtype=torch.float64))
+        _add_product(own.added, placement.name, sums.double(), scale)
 
     def add(
         self,

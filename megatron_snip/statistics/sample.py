@@ -16,6 +16,7 @@ from torch import Tensor
 
 from megatron_snip.formats import Format
 from megatron_snip.quantizers.stochastic import StochasticStream, StreamKey
+from megatron_snip.statistics.added import Statistic, added_statistics
 from megatron_snip.topology import Axis, Topology
 
 TOKENS_PER_SAMPLE = 16
@@ -54,6 +55,7 @@ class MeasureSettings:
             benchmarks).
         num_experts: Number of experts of each linear that has any, over all ranks. One rank alone
             need not give it.
+        added: The statistics that plugins add, by name; in the same order on all ranks.
     """
 
     formats: Mapping[str, Format]
@@ -62,6 +64,7 @@ class MeasureSettings:
     names: frozenset[str] | None = None
     all_tokens: bool = False
     num_experts: Mapping[str, int] = field(default_factory=dict)
+    added: Mapping[str, Statistic] = field(default_factory=added_statistics)
 
 
 @dataclass(frozen=True)

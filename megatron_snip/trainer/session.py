@@ -24,6 +24,7 @@ from rich.console import Console
 
 from megatron_snip.collectives import Control
 from megatron_snip.directory import check_new_run, run_id
+from megatron_snip.divergence.quality_loss import check_divergences
 from megatron_snip.errors import SnipError, UsageError, one_line
 from megatron_snip.files import write_atomic
 from megatron_snip.log import warn_once_per_job
@@ -117,6 +118,7 @@ def check_run(config: TrainConfig, world_size: int) -> None:
                 "builds Megatron's own; use --snip-backend simulate"
             )
         get_policy(config.snip.policy)
+        check_divergences(config.snip)
         config.snip.targets(config.train_iters)
         if config.snip.plan_file is not None:
             read_plan(config.snip.plan_file)

@@ -304,6 +304,7 @@ def statistics_json(table: StatisticsTable) -> dict[str, Any]:
     for linear in table.linears:
         row = {k: v for k, v in vars(linear).items() if isinstance(v, int | float)}
         for name, statistics in linear.formats.items():
-            row |= {f"{name}.{k}": v for k, v in vars(statistics).items()}
+            values = vars(statistics) | statistics.added
+            row |= {f"{name}.{k}": v for k, v in values.items() if k != "added"}
         rows[linear.name] = row
     return {"loss": table.loss, "linears": rows}

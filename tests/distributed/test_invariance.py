@@ -10,6 +10,8 @@ from unittest.mock import patch
 import pytest
 
 from megatron_snip.statistics import sample
+from megatron_snip.statistics.added import STATISTICS, Statistic
+from megatron_snip.types import Operand
 from tests.distributed.agreement import PLACE, check_agreement
 from tests.distributed.layouts import (
     EP2,
@@ -32,6 +34,15 @@ MODEL = {"num_layers": 4, "seq_length": 256, "global_batch_size": 8, "adam_eps":
 EXPERTS: dict[str, Any] = {"num_experts": 4, "num_layers": 2, "ffn_hidden_size": 256}
 EXPERTS |= {"seq_length": 512, "global_batch_size": 4, "most_microbatches": 3}
 FIRST: dict[str, Any] = {"most_microbatches": 3}
+ADDED = {
+    f"{operand.value}_{combine}": Statistic(operand, measure, combine, grad_power)
+    for operand, power in zip(Operand, (0, 0, 1), strict=True)
+    for combine, measure, grad_power in (
+        ("sum", lambda x, quantized: (x.abs() + quantized.abs()).sum(), power),
+        ("max", lambda x, quantized: x.max(), power),
+    )
+}
+"""Statistics as plugins add them: a sum and a maximum over each operand."""
 SNIP = {"interval": 100, "start_step": 4, "lag": 1, "efficiency_target": 0.6}
 
 REFERENCES: dict[str, dict[str, Any]] = {
@@ -75,6 +86,7 @@ FAST = ["tp sp", "pp", "dp distributed optimizer", "dp, first microbatches"]
 def refresh_in(values: dict[str, Any]) -> dict[str, Any]:
     """On ranks: train 3 steps, measure at the fourth, apply; return what was found."""
     fc1 = "decoder.layers.0.mlp.experts.linear_fc1"
+    STATISTICS.update(ADDED)
     settings = {**MODEL, **values}
     most = settings.pop("most_microbatches", sample.MOST_MICROBATCHES)
     with patch.object(sample, "MOST_MICROBATCHES", most), layout(settings) as trainer:
@@ -116,6 +128,7 @@ def test_the_reference_has_something_to_compare(one_rank: OnRanks) -> None:
         assert estimate["input_square"] != row["input_square"]
         assert estimate["input_square"] == pytest.approx(row["input_square"], rel=0.5)
         assert [key for key, value in row.items() if value == 0 and key not in PLACE] == []
+        assert {f"fp4.{name}" for name in ADDED} <= set(row)
         assert row["microbatches"] == 8
         assert row["tokens"] == 8 * 256
     assert len(set(plain["plan"].values())) > 1

@@ -1,5 +1,6 @@
 """Statistics of sharded linears, and D out of Megatron's optimizers."""
 
+import logging
 from typing import Any
 
 import pytest
@@ -12,12 +13,23 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 
 from megatron_snip.linears.discovery import current_topology
 from megatron_snip.linears.model import PlannedModel
+from megatron_snip.statistics.added import Statistic
 from megatron_snip.statistics.optimizer_state import is_sharded, optimizer_shards
+from megatron_snip.statistics.sample import MeasureSettings
 from megatron_snip.statistics.sensitivity import Sensitivity, gather_sensitivities
+from megatron_snip.types import Operand
 from tests.distributed.launch import run_ranks
 from tests.distributed.layouts import OVERLAP, SHARDED
-from tests.distributed.small_model import Trainer, layout
-from tests.unit.statistics.equations import Toy, axis_topology, largest_error, row_of
+from tests.distributed.small_model import Trainer, Warnings, layout
+from tests.unit.statistics.equations import (
+    FORMATS,
+    SEED,
+    STEP,
+    Toy,
+    axis_topology,
+    largest_error,
+    row_of,
+)
 from tests.unit.statistics.health_definitions import check_health
 
 TOYS: dict[str, dict[str, Any]] = {
@@ -47,6 +59,32 @@ def toys(cases: dict[str, dict[str, Any]]) -> dict[str, Any]:
         assert toy.health is not None
         results[name] = {"row": row, "health": toy.health.to_dict()}
     return results
+
+
+def failing() -> dict[str, Any]:
+    """Observe a linear on two shards, of which the second fails to measure a plugin's statistic."""
+
+    def ours(x: torch.Tensor, quantized: torch.Tensor) -> torch.Tensor:
+        return x.sum() / (0 if dist.get_rank() == 1 else 1)
+
+    def broken(x: torch.Tensor, quantized: torch.Tensor) -> torch.Tensor:
+        if dist.get_rank() == 1:
+            raise ArithmeticError("on this shard")
+        return x.max()
+
+    added = {
+        "broken": Statistic(Operand.WEIGHT, broken, "max"),
+        "good": Statistic(Operand.WEIGHT, lambda x, quantized: x.abs().sum()),
+        "infinite": Statistic(Operand.WEIGHT, ours),
+    }
+    topology = axis_topology(dist.get_rank(), dist.get_world_size(), dist.group.WORLD, "tp")
+    settings = MeasureSettings(FORMATS, STEP, SEED, all_tokens=True, added=added)
+    listener = Warnings()
+    logging.getLogger("megatron_snip").addHandler(listener)
+    toy = Toy.make("column")
+    (linear,) = toy.observed(topology, settings).linears
+    found = {name: errors.added for name, errors in linear.formats.items()}
+    return {"added": found, "wanted": float(toy.weight.abs().sum()), "lines": listener.texts}
 
 
 def sensitivities(layouts: dict[str, dict[str, Any]]) -> dict[str, Any]:
@@ -139,6 +177,17 @@ def test_shards_of_two_ranks_add_up(found_of_toys: list[dict[str, Any]], name: s
     toy = Toy.make(TOYS[name]["kind"], microbatches=4)
     assert largest_error(found["row"], toy.wanted()) < 2e-5
     check_health(found["health"]["linears"][0], toy)
+
+
+def test_a_statistic_that_fails_on_one_rank_is_left_out_on_all() -> None:
+    first, second = run_ranks(2, "tests.distributed.test_statistics:failing")
+    assert first["added"] == second["added"]
+    for added in first["added"].values():
+        assert added == {"good": pytest.approx(first["wanted"], rel=1e-5)}
+    (line,) = first["lines"]
+    assert line.startswith("statistic 'broken' is left out where its plugin failed")
+    assert line.endswith("ArithmeticError: on this shard (on rank 1)")
+    assert second["lines"] == []
 
 
 def test_every_optimizer_of_megatron_gives_the_same_d() -> None:

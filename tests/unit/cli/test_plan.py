@@ -10,15 +10,18 @@ from pydantic_core import to_json
 from megatron_snip.__main__ import main
 from megatron_snip.config import SnipConfig
 from megatron_snip.divergence.quality_loss import (
+    LOSS_DIVERGENCES,
     divergence_table,
     divergences_dict,
     planning_problem,
+    read_statistics,
 )
-from megatron_snip.options import enumerate_options
+from megatron_snip.options import Granularity, Option, enumerate_options
 from megatron_snip.planning.plan import PrecisionPlan, write_plan
-from megatron_snip.planning.planner import make_plan
+from megatron_snip.planning.planner import frontier, make_plan
 from megatron_snip.planning.problem import PlanningProblem, write_problem
 from megatron_snip.planning.settings import PlanSettings
+from megatron_snip.statistics.records import LinearStatistics
 from tests.unit.divergence import build
 from tests.unit.planning.build import name_of, options_of, plan_of, problem_of
 
@@ -195,6 +198,35 @@ def test_a_run_that_measured_by_linear_is_planned_by_gemm(
         printed("pareto", file, "--granularity", "gemm", "--targets", "0.5", "--json")
     )
     assert points[0]["objective"] == make_plan(by_gemm, PlanSettings()).objective
+
+
+@pytest.mark.parametrize("granularity", [None, "linear", "gemm"])
+def test_another_divergence_is_planned_with_as_a_run_with_it_would(
+    granularity: Granularity | None,
+    tmp_path: Path,
+    printed: Any,
+    refused: Any,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def error(linear: LinearStatistics, option: Option) -> float:
+        return 0.0 if option.fprop == "bf16" else linear.formats[option.fprop].input_error_square
+
+    monkeypatch.setitem(LOSS_DIVERGENCES, "ours", error)
+    file, _ = measured_run(tmp_path / "run")
+    statistics = read_statistics(tmp_path / "run" / "divergences" / "30.json")
+    settings = SnipConfig(formats=("fp8", "fp4"), loss_divergence="ours")
+    options = enumerate_options(settings.formats, granularity or "linear")
+    table = divergence_table(statistics, options, "fp4", settings)
+    wanted = frontier(planning_problem(table, 0.5), PlanSettings(), (0.25, 0.5))
+    words = [file, "--loss-divergence", "ours"]
+    words += ["--granularity", granularity] if granularity else []
+    points = json.loads(printed("pareto", *words, "--targets", "0.25,0.5", "--json"))
+    assert [point["objective"] for point in points] == [
+        pytest.approx(plan.objective) for plan in wanted.values() if plan is not None
+    ]
+    own = json.loads(printed("pareto", file, "--targets", "0.25,0.5", "--json"))
+    assert [point["objective"] for point in own] != [point["objective"] for point in points]
+    assert "unknown weight_divergence 'x'" in refused("plan", file, "--weight-divergence", "x")
 
 
 def test_a_problem_by_gemm_is_planned_by_linear(tmp_path: Path, printed: Any) -> None:

@@ -8,19 +8,24 @@ from typing import Any
 
 import pytest
 
-from megatron_snip.config import LossDivergence, SnipConfig
+from megatron_snip.config import SnipConfig
 from megatron_snip.divergence.quality_loss import (
+    LOSS_DIVERGENCES,
+    WEIGHT_DIVERGENCES,
     DivergenceTable,
     absolute_error,
+    check_divergences,
     divergence_table,
     divergences_dict,
+    first_plus_fisher,
+    fisher,
     fprop_scale,
-    loss_divergence,
     planning_problem,
     relative_error,
     unmeasured_problem,
     weight_divergence,
 )
+from megatron_snip.errors import UsageError
 from megatron_snip.log import forget_warnings
 from megatron_snip.options import Granularity, Option, Refusals, enumerate_options
 from megatron_snip.planning.fixed import Fixed, FixedLinears, Source
@@ -38,10 +43,10 @@ NORMS = ("norms_fprop", "norms_dgrad", "norms_wgrad")
 
 
 def test_only_fprop_s_format_changes_the_loss() -> None:
-    assert loss_divergence(linear(), FP8, "fisher") == 7.0
-    assert loss_divergence(linear(), FP8, "first_plus_fisher") == 2.0 + 7.0
-    assert loss_divergence(linear(), Option("fp8", "fp4", "fp4"), "fisher") == 7.0
-    assert loss_divergence(linear(), Option("bf16", "fp4", "fp4"), "fisher") == 0.0
+    assert fisher(linear(), FP8) == 7.0
+    assert first_plus_fisher(linear(), FP8) == 2.0 + 7.0
+    assert fisher(linear(), Option("fp8", "fp4", "fp4")) == 7.0
+    assert fisher(linear(), Option("bf16", "fp4", "fp4")) == 0.0
 
 
 def test_every_gemm_counts_its_two_operands() -> None:
@@ -144,7 +149,7 @@ def test_q_is_each_part_over_its_sum_under_the_lowest_precision() -> None:
 @pytest.mark.parametrize("weight_lambda", [0.0, 0.1, 2.0])
 @pytest.mark.parametrize("loss_divergence", ["fisher", "first_plus_fisher"])
 def test_the_uniform_lowest_plan_costs_one_plus_lambda(
-    loss_divergence: LossDivergence, weight_lambda: float
+    loss_divergence: str, weight_lambda: float
 ) -> None:
     found = divergences(*two(), loss_divergence=loss_divergence, weight_lambda=weight_lambda)
     total = sum(row[FP4].quality_loss or math.nan for row in found.linears.values())
@@ -158,6 +163,46 @@ def test_units_of_loss_and_gradients_do_not_matter() -> None:
         return [d.quality_loss for row in found.linears.values() for d in row.values()]
 
     assert scaled(1.0) == pytest.approx(scaled(1e-9))
+
+
+def test_a_plugin_s_divergences_make_the_quality_losses(monkeypatch: pytest.MonkeyPatch) -> None:
+    def loss(linear: LinearStatistics, option: Option) -> float:
+        return linear.formats[option.fprop].added["ours"]
+
+    def weight(linear: LinearStatistics, option: Option) -> float:
+        return 2.0 * option.bits
+
+    monkeypatch.setitem(LOSS_DIVERGENCES, "ours", loss)
+    monkeypatch.setitem(WEIGHT_DIVERGENCES, "bits", weight)
+    formats = {"fp8": errors(1.0, added={"ours": 3.0}), "fp4": errors(9.0, added={"ours": 5.0})}
+    found = divergences(linear(0, **formats), loss_divergence="ours", weight_divergence="bits")
+    (row,) = found.linears.values()
+    assert (row[FP8].loss_divergence, row[FP4].loss_divergence) == (3.0, 5.0)
+    assert row[FP8].quality_loss == pytest.approx(3 / 5 + 0.1 * 8 / 4)
+    assert row[FP4].quality_loss == pytest.approx(1.1)
+    for name in ("loss_divergence", "weight_divergence"):
+        with pytest.raises(UsageError, match=f"unknown {name} 'our'") as refused:
+            check_divergences(SnipConfig(**{name: "our"}))
+        assert refused.value.field == name
+    check_divergences(SnipConfig(loss_divergence="ours", weight_divergence="bits"))
+
+
+def test_where_a_plugin_s_divergence_fails_the_option_is_forbidden(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def loss(linear: LinearStatistics, option: Option) -> float:
+        return linear.formats[option.fprop].fisher / (option.bits - 12 or linear.stage)
+
+    monkeypatch.setitem(LOSS_DIVERGENCES, "ours", loss)
+    forget_warnings()
+    with caplog.at_level(logging.WARNING):
+        found = divergences(linear(0, stage=0), linear(1, stage=1), loss_divergence="ours")
+    first, second = found.linears.values()
+    assert first[FP4].quality_loss is None and first[FP8].quality_loss is not None
+    assert second[FP4].quality_loss is not None
+    reason, forbidden = [record.getMessage() for record in caplog.records]
+    assert reason.startswith("loss_divergence 'ours' is unknown where it fails: ZeroDivisionError")
+    assert "option fp4 is forbidden for decoder.layers.0" in forbidden
 
 
 BAD = [{"fisher": math.nan}, {"aligned_fisher": math.inf}, {"local_square": -1e9}]

@@ -11,8 +11,10 @@ from typing import Any
 
 import pytest
 
+from megatron_snip.divergence.quality_loss import LOSS_DIVERGENCES
 from megatron_snip.formats import FORMATS
 from megatron_snip.planning.policies import POLICIES
+from megatron_snip.statistics.added import STATISTICS
 from tests.processes import ROOT
 from tests.unit.reporting.runs import Shape, config, write_run
 
@@ -108,8 +110,10 @@ SECTIONS = re.findall(r"^## (.+?)\n(.*?)(?=^## |\Z)", TEXT, re.MULTILINE | re.DO
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A run to plan for, and tables that are put back."""
     monkeypatch.chdir(tmp_path)
-    write_run(tmp_path / "runs" / "demo", Shape(config(start_step=21), iterations=24))
-    tables: list[dict[str, Any]] = [FORMATS, POLICIES]
+    added = ("input_fourth", "grad_max")  # of the section on statistics
+    shape = Shape(config(start_step=21), iterations=24, added=added)
+    write_run(tmp_path / "runs" / "demo", shape)
+    tables: list[dict[str, Any]] = [FORMATS, POLICIES, STATISTICS, LOSS_DIVERGENCES]
     before = [dict(table) for table in tables]
     yield
     for table, entries in zip(tables, before, strict=True):
@@ -124,10 +128,10 @@ def test_the_table_of_policies_has_each() -> None:
 
 
 # The last two run elsewhere: tests/unit/test_plugins.py, tests/distributed/test_controller.py.
-@pytest.mark.parametrize(("title", "body"), SECTIONS[:3], ids=[title for title, _ in SECTIONS[:3]])
+@pytest.mark.parametrize(("title", "body"), SECTIONS[:5], ids=[title for title, _ in SECTIONS[:5]])
 def test_a_section_runs_from_top_to_bottom(title: str, body: str) -> None:
     code = re.findall(r"^```python\n(.*?)^```", body, re.MULTILINE | re.DOTALL)
-    assert len(code) >= 2 and len(SECTIONS) == 5
+    assert len(code) >= 2 and len(SECTIONS) == 7
     scope: dict[str, Any] = {"__name__": "extending"}
     for block in code:
         exec(compile(block, f"extending.md, {title}", "exec"), scope)

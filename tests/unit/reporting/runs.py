@@ -43,6 +43,7 @@ class Shape:
     """What the run is like.
 
     `notices`: by iteration. `backend`: in precision/<iteration>.json. `note`: in config.yaml.
+    `added`: statistics of plugins.
     """
 
     config: SnipConfig
@@ -53,6 +54,7 @@ class Shape:
     notices: tuple[tuple[int, Notice], ...] = ()
     backend: str | None = None
     note: str = ""
+    added: tuple[str, ...] = ()
 
     @property
     def names(self) -> list[str]:
@@ -74,8 +76,9 @@ def measurement_at(shape: Shape, iteration: int) -> Measurement:
         options = {o: _divergence(o, weight) for o in c.options}
         stage = layer * shape.stages // shape.layers
         flops = float(WIDTHS[kind % len(WIDTHS)]) * 6e3
-        formats = {f: FormatStatistics(fisher=weight) for f in c.named_formats}
-        seen = {"microbatches": 1.0, "tokens": 128.0}
+        added = dict.fromkeys(shape.added, weight)
+        formats = {f: FormatStatistics(fisher=weight, added=added) for f in c.named_formats}
+        seen = {"microbatches": 1.0, "tokens": 128.0, "input_square": 64.0 + k}
         raw.append(LinearStatistics(name, stage, 64, 64, flops, **seen, formats=formats))
         rows[name] = options
     statistics = StatisticsTable(iteration, 4.0, tuple(raw))

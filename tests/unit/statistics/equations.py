@@ -166,7 +166,8 @@ def row_of(table: StatisticsTable) -> dict[str, float]:
     row = {k: v for k, v in vars(linear).items() if isinstance(v, float)}
     row.pop("flops_per_token")
     for name, values in linear.formats.items():
-        row |= {f"{name}.{key}": value for key, value in vars(values).items()}
+        errors = {key: value for key, value in vars(values).items() if key != "added"}
+        row |= {f"{name}.{key}": value for key, value in (errors | values.added).items()}
     return row
 
 
