@@ -241,6 +241,7 @@ def _screen(found: "Preflight", script: str) -> str:
         lines.append(("target", _target(found)))
     lines += _costs(found)
     lines += [("warning", text) for text in found.warnings]
+    lines += [("hint", text) for text in found.hints]
     lines += [("not known", text) for text in found.unknown]
     lines += [("refused", text) for text in found.refused or ["nothing"]]
     if not found.refused:

@@ -62,6 +62,7 @@ class Preflight:
             `job`, the share that the job itself runs in the lowest precision.
         refused: why the job would end; empty if it runs.
         warnings: what the job would warn of.
+        hints: settings that may suit the model better, such as for small linears.
         unknown: what this machine cannot know.
         memory_gib: what SNIP adds to the rank that gets the most (`costs.memory_gib`); computed.
         measuring: what measured iterations cost (`costs.measuring`); computed.
@@ -85,6 +86,7 @@ class Preflight:
     target: dict[str, float | None] = field(default_factory=dict)
     refused: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
+    hints: list[str] = field(default_factory=list)
     unknown: list[str] = field(default_factory=list)
     memory_gib: dict[str, float] = field(default_factory=dict)
     measuring: dict[str, Any] = field(default_factory=dict)
@@ -264,6 +266,7 @@ def _plan(found: Preflight, job: BuiltJob, config: SnipConfig, models: list[Plan
         found.recipes = {name: te_support(name, model.machine)[1] for name in names}
     found.fixed = by_source(available.fixed)
     found.warnings += available.warnings
+    found.hints += available.hints
     _note(found, lambda: _targets(found, plans, model))
     problem = plans.problem_without_measurements(found.target.get("runs") or 0.0)
     found.problem = problem.to_dict()
