@@ -46,7 +46,7 @@ def _train(kind: str) -> dict[str, Any]:
         return {
             "losses": trainer.losses,
             "plans": [iteration for iteration, _ in trainer.events.applied],
-            "lines": [*trainer.warnings, *(n.message for _, n in trainer.events.notices)],
+            "lines": trainer.warnings,
             "plan": [str(option) for option in controller.plan.linears.values()],
         }
 
