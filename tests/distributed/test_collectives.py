@@ -182,17 +182,17 @@ def refusals() -> dict[str, str]:
             refusing = mock.patch.object(planned, "find_linears", side_effect=refusal)
         args = Namespace(micro_batch_size=1, seq_length=64, seed=1, eval_iters=0)
         with refusing, pytest.raises(UnsupportedError) as refused:
-            attach(Session(), SnipConfig(), args, model, None, lambda: (None, None), [])
+            attach(Session(), SnipConfig(), args, model, None, dict, [])
         found["names"] = str(refused.value)
         settings = SnipConfig(interval=7) if dist.get_rank() == 1 else SnipConfig()
         args = Namespace(seed=5) if dist.get_rank() == 1 else Namespace()
         with pytest.raises(UsageError) as other:
-            attach(Session(), settings, args, model, None, lambda: (None, None), [])
+            attach(Session(), settings, args, model, None, dict, [])
         found["settings"] = str(other.value)
         if dist.get_rank() == 1:
             model[-1].add_module("experts", GroupedMLP())
         with pytest.raises(UnsupportedError) as refused:
-            attach(Session(), SnipConfig(), Namespace(), model, None, lambda: (None, None), [])
+            attach(Session(), SnipConfig(), Namespace(), model, None, dict, [])
         found["module"] = str(refused.value)
     return found
 
