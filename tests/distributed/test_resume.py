@@ -81,7 +81,7 @@ def attach_to_damaged() -> str:
     with layout({**MODEL, "train_iters": 20}) as trainer:
         model, optimizer = trainer.state.model, trainer.state.optimizer
         try:
-            attach(session, make_config(SNIP), args, model, optimizer, lambda: (None, None), [CORE])
+            attach(session, make_config(SNIP), args, model, optimizer, dict, [CORE])
         except SnipError as error:
             return str(error)
     return ""
