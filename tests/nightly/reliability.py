@@ -19,6 +19,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import textwrap
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -389,7 +390,7 @@ def _last_line(text: str) -> str:
 
 def _short(line: str) -> str:
     line = re.sub(rf"{re.escape(tempfile.gettempdir())}/reliability-\w+/", "", line)
-    return line.strip().replace("|", "/").replace("`", "'")[:160]
+    return textwrap.shorten(line.replace("|", "/").replace("`", "'"), 160, placeholder=" ...")
 
 
 def write_row(row: tuple[str, ...]) -> None:
