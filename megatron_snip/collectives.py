@@ -247,8 +247,8 @@ class Control:
             else:
                 own = _encoded({"failure": log_failure(logger, what, error)})
         records = self._tree.gather_bytes(own)
-        values = [json.loads(record) for record in records.runs]
-        ranks = [tuple(runs) for runs in records.runs.values()]
+        values = [json.loads(record) for record in records.ranges]
+        ranks = [tuple(ranges) for ranges in records.ranges.values()]
         failures: dict[str, Sequence[range]] = {}
         refused: dict[str, None] = {}
         for value, runs in zip(values, ranks, strict=True):

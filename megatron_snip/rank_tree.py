@@ -1,8 +1,8 @@
 """All ranks of a job as two binomial trees: messages up to rank 0, and down from it.
 
-Every rank calls every method in the same order. A rank sends and receives at most 4 log2(ranks)
-messages in an exchange, and no rank holds a record of every rank. collectives.py makes votes,
-records and sums of these exchanges.
+Every rank calls every method in the same order. A rank sends and receives at most
+4 ceil(log2(ranks)) messages in an exchange, and no rank holds a record of every rank.
+collectives.py makes votes, records and sums of these exchanges.
 """
 
 import json
@@ -54,18 +54,18 @@ class Traffic:
 
 @dataclass
 class Records:
-    """Bytes of several ranks, each different record once, with the runs of its ranks.
+    """Bytes of several ranks, each different record once, with the ranges of its ranks.
 
     Attributes:
-        runs: by record. A dict compares by hash first.
+        ranges: by record, in order. A dict compares by hash first.
     """
 
-    runs: dict[bytes, list[range]]
+    ranges: dict[bytes, list[range]]
 
     def add(self, later: "Records") -> None:
         """Add the records of ranks that come after all ranks of these."""
-        for record, theirs in later.runs.items():
-            own = self.runs.setdefault(record, [])
+        for record, theirs in later.ranges.items():
+            own = self.ranges.setdefault(record, [])
             if own and own[-1].stop == theirs[0].start:
                 own[-1] = range(own[-1].start, theirs[0].stop)
                 theirs = theirs[1:]
@@ -73,9 +73,9 @@ class Records:
 
     def encoded(self) -> bytes:
         """Return them as one record: a line of JSON with lengths and ranks, and then the bytes."""
-        runs = [[[run.start, run.stop] for run in ranks] for ranks in self.runs.values()]
-        head = json.dumps([list(map(len, self.runs)), runs], separators=(",", ":"))
-        return head.encode() + b"\n" + b"".join(self.runs)
+        ends = [[[each.start, each.stop] for each in ranges] for ranges in self.ranges.values()]
+        head = json.dumps([list(map(len, self.ranges)), ends], separators=(",", ":"))
+        return head.encode() + b"\n" + b"".join(self.ranges)
 
     @classmethod
     def decoded(cls, data: bytes) -> "Records":
@@ -83,8 +83,8 @@ class Records:
         head, _, rest = data.partition(b"\n")
         found: dict[bytes, list[range]] = {}
         at = 0
-        for length, runs in zip(*json.loads(head), strict=True):
-            found[rest[at : at + length]] = [range(start, stop) for start, stop in runs]
+        for length, ends in zip(*json.loads(head), strict=True):
+            found[rest[at : at + length]] = [range(start, stop) for start, stop in ends]
             at += length
         return cls(found)
 
@@ -128,7 +128,7 @@ class RankTree:
             if self.rank | bit < self.size:
                 other = torch.empty_like(flat)
                 self._receive(other, self.rank | bit)
-                if num_sums == flat.numel():  # a vote: each operation counts
+                if num_sums == flat.numel():  # one operation instead of two on slices: it is a vote
                     flat += other
                 else:
                     flat[:num_sums] += other[:num_sums]
@@ -269,27 +269,29 @@ class RankTree:
         """Return the rank that is lost: this rank waited for `rank`, which may wait for another.
 
         Each rank that gives up notes in the job's store for which one it waited. A rank that has
-        ended left its note before; one that waits as well gives up at about the same time.
+        ended left its note before; one that waits as well gives up at about the same time. Where
+        ranks wait for each other in a circle, the lost one is `rank`.
         """
         in_time = self._timeout is not None and waited_s < 0.9 * self._timeout.total_seconds()
         deadline = time.monotonic() + (0.0 if in_time else _NOTE_S)
         # A rank that gives up ends, so it leaves one note, in whichever exchange it was.
+        lost = rank
         assert self.group is not None
         prefix = f"snip/lost/{self.group.group_name}"
         try:
             store = dist.distributed_c10d._get_default_store()
             store.set(f"{prefix}/{self.rank}", str(rank))
             seen = {self.rank}
-            while rank not in seen:
-                seen.add(rank)
-                key = f"{prefix}/{rank}"
+            while lost not in seen:
+                seen.add(lost)
+                key = f"{prefix}/{lost}"
                 while not store.check([key]):
                     if time.monotonic() > deadline:
-                        return rank
+                        return lost
                     time.sleep(0.05)
-                rank = int(store.get(key))
+                lost = int(store.get(key))
         except (RuntimeError, ValueError):  # the rank that had the store has ended
-            pass
+            return lost
         return rank
 
 

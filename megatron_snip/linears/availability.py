@@ -217,11 +217,11 @@ def _with_fixed_linears(config: SnipConfig, available: AvailableOptions) -> Avai
         a pin               its option. A linear that cannot run it, among others that match the
                             glob, gets the nearest option of no lower precision
         a tie to such one   the same option
-        `GLOB=free`         nothing: the job's own rules do not count
-        a rule of the job   what the job runs there
-        a tie to such one   the same option
-        it is small         what the job runs there, with `--snip-small-linears job`
-        a tie to such one   the same option
+        a rule of the job   what the job runs there, unless a pin `GLOB=free` matches the linear
+        a tie to such one   the same option, also where `GLOB=free` matches
+        it is small         what the job runs there, with `--snip-small-linears job`, unless a pin
+                            `GLOB=free` matches the linear
+        a tie to such one   the same option, also where `GLOB=free` matches
         no other choice     what the job runs there
 
     Args:
@@ -236,6 +236,7 @@ def _with_fixed_linears(config: SnipConfig, available: AvailableOptions) -> Avai
     job = available.job
     names = [linear.name for linear in job.linears]
     fixed, warnings = _pinned(config, names, available)
+    pinned = set(fixed)
     freed_by = {glob: _matching(names, glob) for glob in config.free_globs}
     freed = {name for matching in freed_by.values() for name in matching}
     for name, rule in job.rules.items():
@@ -254,9 +255,23 @@ def _with_fixed_linears(config: SnipConfig, available: AvailableOptions) -> Avai
     in_order = {name: fixed[name] for name in names if name in fixed}
     unused = [f"{Source.FILE}: {rule}" for rule in job.unused_rules]
     for glob, matching in freed_by.items():
-        if job.rules.keys().isdisjoint(matching):
-            pin = f"{glob}={FREE}"
+        pin = f"{glob}={FREE}"
+        ruled = job.rules.keys() & set(matching)
+        tied = [
+            name
+            for name in matching
+            if name in fixed and name not in pinned and fixed[name].source is Source.TIE
+        ]
+        if ruled <= set(tied):
             unused.append(f"{Source.PIN}: {pin}")
+        if tied:
+            name = tied[0]
+            other = next(o for o in job.tied_to(name) if fixed[o].source is not Source.TIE)
+            warnings.append(
+                f"{Source.PIN} {pin} does not free {listing(tied, 3)}: the operations of {name} "
+                f"are fused with those of {other}, which {fixed[other].source} fixes; free both"
+            )
+        elif not ruled:
             warnings.append(
                 f"{Source.PIN} {pin} frees nothing: no rule of the job fixes such a linear"
             )

@@ -6,10 +6,12 @@ from unittest.mock import Mock
 
 import pytest
 import torch
+import torch.distributed as dist
 
+from megatron_snip import rank_tree
 from megatron_snip.collectives import Control, RemoteFailure
 from megatron_snip.errors import UnsupportedError, UsageError
-from megatron_snip.rank_tree import Records
+from megatron_snip.rank_tree import RankTree, Records
 
 ALONE = Control()
 
@@ -88,6 +90,31 @@ def test_16384_ranks_with_16_records_are_16_records() -> None:
     records = Records({})
     for rank in range(16384):
         records.add(Records({b"%d" % (rank // 1024) * 1000: [range(rank, rank + 1)]}))
-    assert [len(runs) for runs in records.runs.values()] == [1] * 16
+    assert [len(ranges) for ranges in records.ranges.values()] == [1] * 16
     assert len(records.encoded()) < 40_000
     assert Records.decoded(records.encoded()) == records
+
+
+@pytest.mark.parametrize(
+    ("notes", "lost"),
+    [
+        ({5: 3}, 5),  # they wait for each other
+        ({5: 6, 6: 5}, 5),  # others do
+        ({5: 6, 6: 7}, 7),
+        ({}, 5),
+    ],
+    ids=["circle of two", "circle of others", "chain", "no note"],
+)
+def test_a_rank_that_gives_up_never_names_itself(
+    notes: Mapping[int, int], lost: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = dist.HashStore()
+    for rank, waits_for in notes.items():
+        store.set(f"snip/lost/all/{rank}", str(waits_for))
+    monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", lambda: store)
+    monkeypatch.setattr(rank_tree, "_NOTE_S", 0.0)
+    tree = RankTree(None)
+    tree.rank = 3
+    tree.group = Mock(group_name="all")
+    assert tree._lost(5, waited_s=1.0) == lost
+    assert store.get("snip/lost/all/3") == b"5"

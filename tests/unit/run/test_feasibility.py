@@ -248,6 +248,25 @@ def test_a_linear_that_is_fused_with_a_fixed_one_is_fixed() -> None:
     assert plans.available.fixed[B].source is Source.TIE
 
 
+@pytest.mark.parametrize(
+    "rules", [{A: Source.FILE, B: Source.FILE}, {B: Source.FILE}], ids=["both", "one"]
+)
+def test_fused_linears_are_free_only_together(rules: dict[str, Source]) -> None:
+    plans = run_plans(rules=rules, ties=((A, B),), pins=f"{A}=free", efficiency_target=0.0)
+    assert pinned(plans) == {A: BF16, B: BF16}
+    (line,) = [text for text in plans.available.warnings if "free" in text]
+    assert line == (
+        f"--snip-pins {A}=free does not free {A}: the operations of {A} are fused with those of "
+        f"{B}, which --te-precision-config-file fixes; free both"
+    )
+    assert plans.available.unused_rules == (f"--snip-pins: {A}=free",)
+    both = run_plans(rules=rules, ties=((A, B),), pins=f"{A}=free,{B}=free", efficiency_target=0.0)
+    assert pinned(both) == {}
+    of_pin = run_plans(ties=((A, B),), pins=f"*=free,{B}=fp8", efficiency_target=0.0)
+    assert pinned(of_pin) == {A: FP8, B: FP8}
+    assert not any("does not free" in text for text in of_pin.available.warnings)
+
+
 def test_a_linear_that_can_run_only_what_the_job_runs_counts_as_fixed() -> None:
     refusals = {o: {B: "weights are stored in mxfp8"} for o in (BF16, FP4)}
     plans = run_plans(refusals, FP8_JOB)
