@@ -16,7 +16,7 @@ import shutil
 import sys
 import textwrap
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
 from functools import partial
@@ -24,7 +24,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron_snip.cli.common import capability, integer
+from rich.console import Console
+
+from megatron_snip.cli.common import capability, integer, progress
 from megatron_snip.cli.script import check_script, expand
 from megatron_snip.errors import SnipError, UsageError, one_line
 
@@ -108,7 +110,9 @@ def run(args: argparse.Namespace) -> int:
         from megatron_snip.patches.preflight.world import gpu_of
 
         stack.enter_context(gpu_of(asked))
-        job = built(name, words[1:], gpus)
+        # A console of its own: while the script runs, sys.stderr is read.
+        done = stack.enter_context(progress("building the model", Console(file=sys.stderr)))
+        job = built(name, words[1:], gpus, done)
         from megatron_snip.patches.preflight.examine import examine
 
         found = examine(job)
@@ -139,13 +143,19 @@ def _environment() -> Iterator[None]:
         os.environ.update(before)
 
 
-def built(script: str, words: Sequence[str], gpus: int | None) -> "BuiltJob":
+def built(
+    script: str,
+    words: Sequence[str],
+    gpus: int | None,
+    on_progress: Callable[[float], None] | None = None,
+) -> "BuiltJob":
     """Return a job with its model: run its script until that is built.
 
     Args:
         script: a script of Megatron-LM or Megatron-Bridge, or a recipe's name.
         words: its command line, with SNIP's flags.
         gpus: number of ranks; None: the fewest that the layout needs.
+        on_progress: called with the share of the stages that are built, from 0 to 1.
 
     Raises:
         UsageError: if the script ends before, with the reason in one line.
@@ -158,7 +168,7 @@ def built(script: str, words: Sequence[str], gpus: int | None) -> "BuiltJob":
     from megatron_snip.patches.registry import Registry
 
     line = arguments.read_cli_args(words)
-    job = BuiltJob(gpus, line.given)
+    job = BuiltJob(gpus, line.given, on_progress=on_progress)
     os.environ["WORLD_SIZE"] = str(gpus or 1)
     loops = {
         "megatron.training": megatron_lm.patches(job),

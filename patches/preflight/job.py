@@ -33,6 +33,7 @@ class BuiltJob:
             the script's SnipCallback.
         loop: package of the training loop, for messages.
         lacks_te: whether the job has Transformer Engine's layers, and this machine has not.
+        on_progress: called with the share of the stages that are built, from 0 to 1.
     """
 
     gpus: int | None
@@ -43,6 +44,7 @@ class BuiltJob:
     world: World | None = None
     loop: str = "Megatron-LM"
     lacks_te: bool = False
+    on_progress: Callable[[float], None] | None = None
 
     @property
     def num_ranks(self) -> int:
@@ -66,6 +68,8 @@ class BuiltJob:
             _mark_stored(chunks)
             _give_buckets(chunks, self.args)
             self.stages.append(Stage(chunks, current_topology(group.control), group))
+            if self.on_progress is not None:
+                self.on_progress(len(self.stages) / len(ranks))
 
 
 class Reached(BaseException):
