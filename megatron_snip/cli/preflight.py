@@ -39,7 +39,9 @@ EXAMPLES = (
     "megatron-snip preflight --json pretrain_gpt.py @llama-70b.args",
 )
 
-_BLACKWELL = re.compile(r"mxfp8|nvfp4|--fp4-format|g?b[23]00|vr200")
+_BLACKWELL = re.compile(
+    r"mxfp8|nvfp4|--fp4-format|(?<![A-Za-z0-9])(g?b[23]00|vr200)(?![A-Za-z0-9])"
+)
 """Words of a command line whose job needs, or names, a GPU that is newer than Hopper."""
 
 _EFFECTS = {"runs": "plans", "restricts": "restricted", "measures": "measures"}
@@ -298,16 +300,18 @@ def _target(found: "Preflight") -> str:
     if own > runs + _NEAR:
         text += (
             f"; the job itself runs {own:.3g} there, so this moves {100 * (own - runs):.0f} % of "
-            f"the FLOPs to {found.formats[0]}; --snip-efficiency-target "
-            f"{_near_job(found)} moves fewer"
+            f"the FLOPs to {found.formats[0]}"
         )
+        if (higher := _higher_target(found)) is not None:
+            text += f"; --snip-efficiency-target {higher} moves fewer"
     return text
 
 
-def _near_job(found: "Preflight") -> float:
-    """Return a target that keeps most of what the job runs in the lowest precision."""
-    own, best = found.target["job"] or 0.0, found.target["best"] or 0.0
-    return math.floor(90 * min(own, best)) / 100
+def _higher_target(found: "Preflight") -> float | None:
+    """Return a target that keeps more of what the job runs in the lowest precision, if it may."""
+    own, best, runs = (found.target.get(name) or 0.0 for name in ("job", "best", "runs"))
+    target = math.floor(90 * min(own, best)) / 100
+    return target if target > runs + _NEAR else None
 
 
 def _costs(found: "Preflight") -> list[tuple[str, str]]:
@@ -350,7 +354,7 @@ def _costs(found: "Preflight") -> list[tuple[str, str]]:
 
 def _next(found: "Preflight", script: str) -> str:
     flags = "--snip"
-    target = found.target
-    if target.get("given") is None and (target.get("job") or 0.0) > (target.get("runs") or 0.0):
-        flags += f" --snip-efficiency-target {_near_job(found)}"
+    higher = _higher_target(found)
+    if found.target.get("given") is None and higher is not None:
+        flags += f" --snip-efficiency-target {higher}"
     return f"torchrun ... -m megatron_snip {script} ARGS {flags}"

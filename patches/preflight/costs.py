@@ -89,9 +89,10 @@ def memory_gib(
     Returns:
         `measuring`: the samples of the inputs in flight. `lowest`: all linears in the lowest
         precision, in place of what the job runs; `highest` likewise; `at target`: between the two.
+        A saving is negative.
     """
     highest, lowest = formats
-    found = {"measuring": 0.0, "lowest": 0.0, "highest": 0.0, "at target": 0.0}
+    found = dict.fromkeys(("measuring", "lowest", "highest", "at target"), -math.inf)
     for stage, model in zip(job.stages, models, strict=True):
         high = sum(_added_bytes(each, highest, job, stage, model) for each in model.linears)
         low = sum(_added_bytes(each, lowest, job, stage, model) for each in model.linears)
@@ -120,13 +121,19 @@ def _in_flight(job: BuiltJob, stage: Stage) -> int:
 
 
 def _tokens(linear: PlannedLinear, model: PlannedModel) -> float:
-    """Return the tokens of a microbatch that a rank multiplies; 0 if they vary."""
+    """Return the tokens whose input a rank saves of a microbatch; 0 if they vary.
+
+    Under sequence parallelism it has its part of a column-parallel linear's input, and all tokens
+    of a row-parallel one's, whose features are split. The tokens of experts are split before.
+    """
     config = model.config
     tokens = float(model.runtime.tokens_of(linear.name) or 0)
     tokens /= int(getattr(config, "context_parallel_size", 1))
-    if getattr(config, "sequence_parallel", False):
+    of_experts = linear.placements[0].expert is not None
+    is_split = of_experts or linear.placements[0].kind == "column"
+    if is_split and getattr(config, "sequence_parallel", False):
         tokens /= int(config.tensor_model_parallel_size)
-    if linear.placements[0].expert is not None:
+    if of_experts:
         local = model.job.num_experts[linear.name] / int(config.expert_model_parallel_size)
         tokens *= linear.placements[0].num_active * len(linear.placements) / local
     return tokens

@@ -211,7 +211,8 @@ def _models(found: Preflight, job: BuiltJob, config: SnipConfig) -> list[Planned
             stage.chunks,
             stage.topology,
             int(getattr(args, "seed", 0)),
-            config.backend,
+            # Linears of Megatron's own layers stand for Transformer Engine's.
+            "auto" if job.lacks_te and config.backend == "te" else config.backend,
             tokens,
             encoder,
         )
@@ -294,7 +295,7 @@ def _assume_te(found: Preflight, job: BuiltJob, config: SnipConfig) -> None:
     )
     found.machine, found.backend = str(machine), "te"
     found.job, found.target, found.memory_gib, found.problem = {}, {}, {}, {}
-    found.formats, found.recipes, found.warnings = [], {}, []
+    found.formats, found.formats_why, found.recipes, found.warnings = [], "", {}, []
     if config.formats == (AUTO,):
         formats = _note(found, lambda: te_formats(machine))
         found.formats = list(formats or ())[-2:]

@@ -4,6 +4,7 @@ What the script would write, start or wait for before it builds its model is lef
 """
 
 import copy
+import math
 import os
 import traceback
 from argparse import Namespace
@@ -96,7 +97,9 @@ def patches(job: BuiltJob) -> list[Patch]:
         except Exception as error:
             args = call.arguments["args"]
             size = getattr(args, "vocab_size", None) or MADE_UP_VOCABULARY
-            args.padded_vocab_size = getattr(args, "padded_vocab_size", None) or size
+            multiple = args.make_vocab_size_divisible_by * args.tensor_model_parallel_size
+            padded = multiple * math.ceil(size / multiple)  # as Megatron pads it
+            args.padded_vocab_size = getattr(args, "padded_vocab_size", None) or padded
             job.notes.append(
                 f"the tokenizer cannot be read here ({one_line(error)}): a vocabulary of "
                 f"{args.padded_vocab_size} is assumed, which counts for memory alone"

@@ -93,7 +93,10 @@ class ThreadGroup:
         return Control(cast(ProcessGroup, self))
 
     def begin(self) -> None:
-        """Expect messages of this rank."""
+        """Expect messages of this rank; drop those to it that nobody has read."""
+        for (_, receiver), messages in self._mail.items():
+            while receiver == self._rank and not messages.empty():
+                messages.get()
         self._ended[self._rank].clear()
 
     def end(self) -> None:

@@ -8,8 +8,10 @@ import pytest
 import torch
 
 from benchmarks.machine import RESULTS
+from megatron_snip.cli.preflight import _BLACKWELL, _higher_target
 from megatron_snip.errors import UnsupportedError
 from megatron_snip.patches.preflight import costs
+from megatron_snip.patches.preflight.examine import Preflight
 from megatron_snip.patches.preflight.job import BuiltJob, least_ranks
 from megatron_snip.patches.preflight.stages import Stage, groups_of, on_all
 from megatron_snip.patches.preflight.world import World, gpu_of
@@ -54,6 +56,53 @@ def test_a_stage_that_fails_alone_ends_the_others() -> None:
 
     with pytest.raises(ZeroDivisionError, match="alone"):
         on_all(stages(4), act)
+
+
+def test_a_message_that_nobody_read_is_not_the_next_ones() -> None:
+    """A stage that fails after others have sent to it leaves their messages unread."""
+    of_two = stages(2)
+
+    def act(stage: Stage) -> Any:
+        if stage.topology.rank == 0:
+            raise UnsupportedError("before it receives")
+        return stage.topology.control.gather("first", lambda: "stale")
+
+    with pytest.raises(UnsupportedError, match="before it receives"):
+        on_all(of_two, act)
+    gathered = on_all(
+        of_two, lambda s: s.topology.control.gather("second", lambda: s.topology.rank)
+    )
+    assert list(gathered[0].by_rank()) == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("runs", "own", "best", "expected"),
+    [
+        (0.75, 0.99, 1.0, 0.89),
+        (0.75, 0.8, 1.0, None),
+        (0.75, 0.75, 1.0, None),
+        (0.9, 1.0, 1.0, None),
+    ],
+)
+def test_an_advised_target_moves_fewer_flops(
+    runs: float, own: float, best: float, expected: float | None
+) -> None:
+    target: dict[str, float | None] = {"runs": runs, "job": own, "best": best}
+    assert _higher_target(Preflight(target=target)) == expected
+
+
+@pytest.mark.parametrize(
+    ("word", "expected"),
+    [
+        ("llama3_8b_pretrain_8gpu_b300_fp8mx", True),
+        ("gb200", True),
+        ("--fp8-recipe=mxfp8", True),
+        ("/data/web200k", False),
+        ("checkpoints/1b300k", False),
+    ],
+)
+def test_a_newer_gpu_is_a_word_of_its_own(word: str, expected: bool) -> None:
+    assert bool(_BLACKWELL.search(word)) is expected
 
 
 def build_large_layout(path: Path) -> None:
