@@ -1,12 +1,13 @@
 """Kernels that add up what SNIP needs of AdamW's moments, from one read of them.
 
-With m and v the moments of elements [start, end) of a weight [N, K], row after row,
+With m and v the moments of elements [start, end) of a weight [N, K], row after row, and inverse_d
+the 1 / D of `statistics.optimizer_state`,
 
     inverse_d = offset + factor sqrt(v),    update = scale m / inverse_d
 
 `block_sums_kernel` adds up the squares of one block of the weight: by row, by column, and of the
 update. `total_sums_kernel` adds up the blocks in FP64. Both add in a fixed order: a measurement
-that is repeated gives the same bits. `statistics.optimizer_state` explains the equations.
+that is repeated gives the same bits.
 """
 
 # mypy: disable-error-code="untyped-decorator, no-untyped-def"
@@ -17,6 +18,7 @@ import triton
 import triton.language as tl
 
 
+# `start` is specialized: where 16 divides it, and K, loads are vectors.
 @triton.jit(do_not_specialize=["end", "first_row", "num_rows"])
 def block_sums_kernel(
     m_ptr,  # [end - start], FP32, BF16 or FP16

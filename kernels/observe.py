@@ -66,7 +66,7 @@ def _observe(
     COUNTS: tl.constexpr,
     NATIVE_CASTS: tl.constexpr,
 ):
-    """Quantize a block to one format, and write what it became and what became of it."""
+    """Quantize a block to one format, and write its values, the square of its error, and counts."""
     R: tl.constexpr = x.shape[0]
     C: tl.constexpr = x.shape[1]
     value, amax, decode = quantize_block(x, amax_or_scale_ptr, key, at, layout, SPEC)
@@ -196,7 +196,7 @@ def errors_kernel(
     out_ptr,  # FP32 [2 + 2 F, out_stride]: |other|^2, |P|^2, |E|^2 of each format, then `extra`
     out_stride,
     F: tl.constexpr,
-    POWER: tl.constexpr,  # the power of two from F on
+    POWER: tl.constexpr,  # F, rounded up to a power of two
     EXTRA: tl.constexpr,  # 0: nothing; 1: <other, E>; 2: |row factor * other * E|^2
     C: tl.constexpr,
 ):

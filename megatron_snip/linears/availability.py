@@ -313,7 +313,7 @@ def _small(
     job = available.job
     lowest = Option.uniform(config.lowest_format)
     recipe = te_support(lowest.fprop, job.machine)[0] if job.backend == "te" else ""
-    if not recipe:
+    if not recipe:  # linears are simulated, or Transformer Engine has no recipe of the format
         return [], ()
     found = {
         name: why
@@ -329,8 +329,8 @@ def _small(
         remedy = f"--snip-pins {names[0]}={BF16} takes one out"
     hint = (
         f"{len(names)} linears are small, and {lowest} may be slower there than bf16. --snip-cost "
-        f"flops counts them as savings: {listing(names, 3)}: {found[names[0]]}; --snip-cost time "
-        f"counts measured seconds, and {remedy}"
+        f"flops counts them as savings: {listing(names, 3)}; the first has {found[names[0]]}. "
+        f"--snip-cost time counts measured seconds, and {remedy}"
     )
     return moved, (hint,)
 
@@ -356,7 +356,7 @@ def _pinned(
         refused = {name: reason for name, reason in reason_of.items() if reason is not None}
         unable = list(refused)
         why = reasons(refused)
-        # No other option has as many bits as bf16.
+        # A linear that cannot run an option gets one of more bits. None has as many as bf16.
         if unable and (option == BF16 or unable == matching):
             raise UsageError(f"'{pin}': {listing(unable, 3)} cannot run {option}: {why}", "pins")
         found = {name: _nearest(name, option, available) for name in matching}

@@ -98,12 +98,13 @@ def _is_of(path: Path, identity: str, history: Sequence[tuple[int, str]]) -> boo
     plans = dict(history)
     try:
         numbers = plans_named(path / "metrics.jsonl", max(plans, default=0))
+        # A plan without a row has the file `None.json`, which is not there.
         recorded = {
             at: read_plan(path / "plans" / f"{numbers.get(at)}.json").digest for at in plans
         }
     except UsageError:  # a row or a file that is not there
         return False
-    return recorded == plans != {}
+    return bool(plans) and recorded == plans
 
 
 def _check_inputs(snip: Mapping[str, Any], old_files: Iterable[Path]) -> None:

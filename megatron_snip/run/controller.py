@@ -19,7 +19,7 @@ from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -71,6 +71,13 @@ from megatron_snip.topology import Topology
 
 NUM_WATCHED = 10
 """Linears that dashboards have series of."""
+
+
+class _Begun(NamedTuple):
+    """The iteration that began last, and the state before it."""
+
+    iteration: int
+    state: RunState
 
 
 class SnipController:
@@ -201,8 +208,7 @@ class SnipController:
         self._state = first_state(
             run_id, state, first, num_done, self._plans, self._schedule, is_guarded
         )
-        # The iteration that began last, and the state before it.
-        self._begun: tuple[int, RunState] | None = None
+        self._begun: _Begun | None = None
         # The loss of the last iteration that was not judged, on its way from the device.
         self._loss: StepLoss | None = None
         self._step_times = StepTimes()
@@ -265,7 +271,7 @@ class SnipController:
             outcome = self._guard.run(iteration, step, state.plan, state.guard)
             state = self._after_step(state, iteration, outcome)
         else:
-            outcome, refresh = self._measured(state, iteration, step)
+            outcome, refresh = self._run_measured(state, iteration, step)
             state = self._after_step(state, iteration, outcome)
             state = self._after_refresh(state, iteration, refresh)
         if measures or outcome.was_judged or is_repeated:
@@ -329,8 +335,8 @@ class SnipController:
         Args:
             iteration: the last iteration done; or i - 1, if Megatron gave up iteration i.
         """
-        is_given_up = self._begun is not None and self._begun[0] == iteration + 1
-        state = self._begun[1] if self._begun is not None and is_given_up else self._state
+        is_given_up = self._begun is not None and self._begun.iteration == iteration + 1
+        state = self._begun.state if self._begun is not None and is_given_up else self._state
         # A resumed run reads what this run wrote up to here.
         self._reporter.flush()
         return replace(
@@ -376,7 +382,7 @@ class SnipController:
                 if mean is not None and self._observations.suffice(mean):
                     target = self._plans.targets_of(self._state).at(done + 1)
                     problem = self._problem(mean, target, "planning for the new settings")
-                    self._state = self._solving(self._state, done, problem, apply_at=done + 1)
+                    self._state = self._begin_solve(self._state, done, problem, apply_at=done + 1)
             elif first.source is PlanSource.CHECKPOINT and stopped.solve is not None:
                 pending = self._plans.fitting.pending(stopped.solve, done)
                 self._state = replace(self._state, solve=pending)
@@ -388,13 +394,13 @@ class SnipController:
 
     def _state_before(self, iteration: int) -> tuple[RunState, bool]:
         """All ranks: return the state before an iteration, and whether Megatron repeats it."""
-        if self._begun is not None and self._begun[0] == iteration:
+        if self._begun is not None and self._begun.iteration == iteration:
             self._loss = None  # that of the attempt that is repeated
-            state = self._begun[1]
+            state = self._begun.state
             self.model.apply(state.plan.linears)
             return state, True
         self._read_loss()
-        self._begun = iteration, self._state
+        self._begun = _Begun(iteration, self._state)
         return self._state, False
 
     def _read_loss(self) -> None:
@@ -417,7 +423,7 @@ class SnipController:
             # Without statistics all quality losses of its problem were 0.
             return without_objective(plan) if self._schedule.plans_without_statistics else plan
 
-        # This is read first, because `_under` starts the mean of the new plan.
+        # This is read first, because `_apply` starts the mean of the new plan.
         mean_step_s = self._step_times.mean_s
         try:
             found, waited_s = self._solver.plan_of(pending, state.plan)
@@ -427,7 +433,7 @@ class SnipController:
                 refused = PlanningError(f"the guard reverted {read().label} before")
                 self._keep_plan(state, iteration, refused)
                 return without
-            after, applied = self._under(without, iteration, read, waited_s, num_microbatches)
+            after, applied = self._apply(without, iteration, read, waited_s, num_microbatches)
         except SnipError as failure:
             self._keep_plan(state, iteration, failure)
             return after_failed_plan(state, iteration, self.config.interval)
@@ -471,12 +477,12 @@ class SnipController:
             return state
         try:
             problem = self._problem(state.observations, target, "planning anew")
-            return self._solving(state, iteration, problem)
+            return self._begin_solve(state, iteration, problem)
         except SnipError as failure:
             self._keep_plan(state, iteration, failure)
             return replace(state, target=target)  # this target is not tried again
 
-    def _measured(
+    def _run_measured(
         self, state: RunState, iteration: int, step: TrainingStep
     ) -> tuple[Outcome, Refresh]:
         """All ranks: run a step that is measured; return how it ended and what was measured."""
@@ -506,7 +512,7 @@ class SnipController:
         sigmas = self.config.guard_sigmas
         guard = outcome.guard.after_revert(state.plan, plan, iteration, sigmas)
         # A problem that is being solved may have been measured under the reverted plan.
-        after, _ = self._under(without_problem(state), iteration, lambda: plan)
+        after, _ = self._apply(without_problem(state), iteration, lambda: plan)
         return replace(after, guard=guard)
 
     def _after_refresh(self, state: RunState, iteration: int, refresh: Refresh) -> RunState:
@@ -543,7 +549,7 @@ class SnipController:
             )
             self._reporter.notify(iteration, "health", text)
             state = replace(state, heal_from=iteration)
-        return self._solving(state, iteration, measured.problem)
+        return self._begin_solve(state, iteration, measured.problem)
 
     # ---- the steps of these ---------------------------------------------------------------------
 
@@ -561,7 +567,7 @@ class SnipController:
 
         return self._plans.fitting.problem(self._control.attempt(what, make))
 
-    def _solving(
+    def _begin_solve(
         self,
         state: RunState,
         iteration: int,
@@ -574,7 +580,7 @@ class SnipController:
         self._solver.begin(state.solve, state.plan)
         return state
 
-    def _under(
+    def _apply(
         self,
         state: RunState,
         iteration: int,
@@ -627,8 +633,8 @@ class SnipController:
             plan: the plan, which the linears run.
             num_changed: how many linears run another option than before.
             is_resumed: whether a stopped run had the same plan.
-            waited_s: as in `_under`.
-            saving_s: as in `_under`.
+            waited_s: as in `_apply`.
+            saving_s: as in `_apply`.
         """
         applied = PlanApplied(
             plan,

@@ -42,8 +42,6 @@ from megatron_snip.statistics.sensitivity import Sensitivity
 from megatron_snip.topology import LinearKind
 from megatron_snip.types import Gemm, Operand
 
-DTYPES = (torch.bfloat16, torch.float32)
-
 OBSERVED = (
     (Operand.INPUT, Gemm.FPROP),
     (Operand.WEIGHT, Gemm.FPROP),
@@ -80,13 +78,13 @@ def is_fused(operands: Operands, formats: Mapping[str, Format]) -> bool:
     has_dtypes = all(each.dtype in (torch.bfloat16, torch.float32) for each in (x, w, g))
     of_dgrad = operands.of(Operand.GRAD_OUTPUT, Gemm.DGRAD)
     of_wgrad = operands.grad_output_tiles
-    smallest = min(len(of_dgrad) * w.numel(), of_wgrad.numel() * x.shape[1])
+    smallest_gemm = min(len(of_dgrad) * w.numel(), of_wgrad.numel() * x.shape[1])
     blocks = [
         operand_block(fmt, operand, gemm)
         for fmt in formats.values()
         for operand, gemm in (*OBSERVED, (Operand.WEIGHT, Gemm.DGRAD))
     ]
-    return has_dtypes and smallest > LARGE_GEMM and launch.use_kernels(x.device, *blocks)
+    return has_dtypes and smallest_gemm > LARGE_GEMM and launch.use_kernels(x.device, *blocks)
 
 
 def partial_sums(
@@ -146,7 +144,7 @@ class _Workspace(NamedTuple):
     """What the kernels write beside values, zeros at first; F formats.
 
     Attributes:
-        by_program: FP32 [sums, width], the memory of the next two: what each program or row adds.
+        by_program: FP32 [sums, width], one view of `sums` and `rows`.
         sums: FP32 [OBSERVED and _SCRATCH, F + 1, NUM_SUMS, width], the operand itself last.
         rows: FP32 [_PRODUCTS, 2 + 2 F, width], as `errors_kernel` writes them.
         bins: int32 [health's operands, F + 1, NUM_BINS].

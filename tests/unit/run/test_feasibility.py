@@ -227,7 +227,7 @@ def test_small_linears_keep_what_the_job_runs_if_the_user_says_so(caplog: Any) -
 
     (line,) = about(pins=f"{A}=fp4")
     assert line.startswith("1 linears are small, and fp4 may be slower there than bf16")
-    assert f"{B}: N 1280, K 8192 on a rank (N <= 2048); --snip-cost time" in line
+    assert f"{B}; the first has N 1280, K 8192 on a rank (N <= 2048). --snip-cost time" in line
     assert line.endswith("--snip-small-linears job keeps what the job runs")
     assert about(pins=f"{A}=fp4", collect_only=True) == []
     (line,) = about(formats="bf16,fp8")
