@@ -192,13 +192,13 @@ def test_what_fails_leaves_no_observer_and_no_cache() -> None:
 
     def fail() -> None:
         with runtime.observed_by(observer), runtime.training_pass(1), runtime.running_in_bf16():
-            assert runtime.observer is observer and runtime.in_bf16
+            assert runtime.observer is observer and runtime.runs_in_bf16("any")
             assert runtime.weight_cache(PLACEMENT) is not None
             raise KeyError
 
     with pytest.raises(KeyError):
         fail()
-    assert runtime.observer is None and not runtime.in_bf16
+    assert runtime.observer is None and not runtime.runs_in_bf16("any")
     assert runtime.weight_cache(PLACEMENT) is None
 
 
