@@ -63,8 +63,10 @@ quantize_dequantize(x, fmt, (1, 16))
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["test_bits.py", "test_adam.py", "test_observe.py"])
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param("test_bits.py", marks=pytest.mark.slow), "test_adam.py", "test_observe.py"],
+)
 def test_kernels_agree_with_pytorch_in_the_interpreter(name):
     pytest.importorskip("triton")
     tests = Path(__file__).with_name(name)
