@@ -16,7 +16,7 @@ from megatron_snip.linears.te.recipe_table import RECIPES
 def small_linears(shapes: Mapping[str, tuple[int, int]], recipe: str) -> dict[str, str]:
     """Return {linear: why a recipe may be slower there than BF16}.
 
-    Experts are left out: their GEMMs run grouped, and nobody publishes limits for these.
+    Experts are left out: their GEMMs run grouped, and no limits are published for these.
 
     Args:
         shapes: (out_features N, in_features K) of the weight that a rank multiplies, by linear

@@ -294,8 +294,15 @@ def _assume_te(found: Preflight, job: BuiltJob, config: SnipConfig) -> None:
         torch.cuda.get_device_capability(), "not installed here", job=JobPrecision.of(job.args)
     )
     found.machine, found.backend = str(machine), "te"
-    found.job, found.target, found.memory_gib, found.problem = {}, {}, {}, {}
-    found.formats, found.formats_why, found.recipes, found.warnings = [], "", {}, []
+    # What Megatron's own layers run is not what the job's run.
+    found.job = {}
+    found.target = {}
+    found.memory_gib = {}
+    found.problem = {}
+    found.recipes = {}
+    found.formats = []
+    found.formats_why = ""
+    found.warnings = []
     if config.formats == (AUTO,):
         formats = _note(found, lambda: te_formats(machine))
         found.formats = list(formats or ())[-2:]

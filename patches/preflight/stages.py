@@ -93,7 +93,7 @@ class ThreadGroup:
         return Control(cast(ProcessGroup, self))
 
     def begin(self) -> None:
-        """Expect messages of this rank; drop those to it that nobody has read."""
+        """Expect messages of this rank, and drop unread messages to it."""
         for (_, receiver), messages in self._mail.items():
             while receiver == self._rank and not messages.empty():
                 messages.get()

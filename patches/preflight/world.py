@@ -181,7 +181,7 @@ def building() -> Iterator[None]:
     changes: list[tuple[Any, str, Any]] = [
         (torch.nn.Module, "cuda", lambda self, *args, **kwargs: self),
         (torch.nn.Module, "to_empty", lambda self, **kwargs: self),
-        # Whether this machine has the extension says nothing about the job's.
+        # The job's machines may have the extension where this one has not.
         (layers, "_grad_accum_fusion_available", True),
         # Without Transformer Engine latent attention has no attention that takes its sizes.
         (DotProductAttention, "__init__", _known_only(DotProductAttention.__init__)),
