@@ -8,7 +8,7 @@ import argparse
 import json
 import sys
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import get_args
 
@@ -16,7 +16,7 @@ from pydantic import ValidationError
 from rich.table import Table
 
 from megatron_snip.cli.common import check_output, integer, new_table, write_output
-from megatron_snip.config import EfficiencyMeasure, PipelineBalance, SnipConfig
+from megatron_snip.config import FREE, EfficiencyMeasure, PipelineBalance, SnipConfig
 from megatron_snip.errors import InfeasiblePlanError, UsageError, naming_field
 from megatron_snip.files import first_problem
 from megatron_snip.flags import flag_name
@@ -68,7 +68,8 @@ def add_planning_flags(parser: argparse.ArgumentParser) -> None:
     add("--pipeline-balance", choices=get_args(PipelineBalance), help=text)
     text = (
         "fix the option of these linears, e.g. 'decoder.layers.0.*=fp8'; may be repeated. Other "
-        "linears keep the run's pins, which are in the problem file"
+        "linears keep the run's pins, which are in the problem file; GLOB=free gives them to the "
+        "planner"
     )
     add("--pin", metavar="GLOB=OPTION", type=_pin, dest="pins", action="append", help=text)
     for which in ("first", "last"):
@@ -167,11 +168,14 @@ def inputs_from(args: argparse.Namespace) -> tuple[PlanningProblem, PlanSettings
         raise UsageError(text) from None
     get_policy(settings.policy)  # an unknown name is an error before any file is read
     problem = read_problem(args.problem)
+    pins = (*settings.pins, *_edge_pins(problem, args))
+    free_globs = [glob for glob, option in pins if option == FREE]
+    pins = tuple(pin for pin in pins if pin[1] != FREE)
+    problem = _with_freed_linears(problem, free_globs, pins)
     if args.granularity == "gemm" or args.loss_divergence or args.weight_divergence:
         problem = _by_statistics(problem, args)
     elif args.granularity == "linear":
         problem = _by_linear(problem)
-    pins = (*settings.pins, *_edge_pins(problem, args))
     pins = (*pins, *_pins_of_the_run(problem, pins))
     if args.calibration is not None:
         table = read_calibration(args.calibration)
@@ -246,8 +250,7 @@ def _by_statistics(problem: PlanningProblem, args: argparse.Namespace) -> Planni
     fixed = {
         name: Fixed(parse_option(option), Source.PIN)
         for glob, option in reversed(problem.pins)
-        for name in problem.names
-        if glob_matches(name, glob)
+        for name in _matching(problem, glob)
     }
     lowest = lowest_precision(formats).name
     # A linear that no backward reached has one option, which stays.
@@ -295,6 +298,55 @@ def _edge_pins(problem: PlanningProblem, args: argparse.Namespace) -> Iterator[t
                 yield f"{block}.layers.{layer}.*", option
 
 
+def _with_freed_linears(
+    problem: PlanningProblem, globs: Sequence[str], given: Sequence[tuple[str, str]]
+) -> PlanningProblem:
+    """Return the problem without the run's pins of the linears that match a glob.
+
+    Args:
+        problem: the problem.
+        globs: those of the pins `GLOB=free`.
+        given: the other given pins, which go before those of the run.
+
+    Raises:
+        UsageError: if a glob frees no linear, or only some of those that are tied.
+    """
+    if not globs:
+        return problem
+    pinned = {name for glob, _ in problem.pins for name in _matching(problem, glob)}
+    freed: set[str] = set()
+    for glob in globs:
+        matching = _matching(problem, glob)
+        if not matching:
+            text = f"no linear's name matches; names look like '{problem.names[0]}'"
+            raise UsageError(f"--pin {glob}={FREE}: {text}")
+        if pinned.isdisjoint(matching):
+            raise UsageError(
+                f"--pin {glob}={FREE} frees nothing: the problem file has no pin of such a linear"
+            )
+        freed.update(matching)
+    decided = {name for glob, _ in given for name in _matching(problem, glob)}
+    for names in problem.ties:
+        still_pinned = (pinned - freed).intersection(names)
+        if still_pinned and not freed.isdisjoint(names) and decided.isdisjoint(names):
+            raise UsageError(
+                f"--pin GLOB={FREE}: the operations of {', '.join(names)} are fused, and the run's "
+                f"pins fix {', '.join(sorted(still_pinned))}; free all of them"
+            )
+    # The run may have fixed a linear to what the job runs, which it did not measure: others have no
+    # such option.
+    open_options = {
+        text for row in problem.linears if row.name not in pinned for text in row.options
+    }
+
+    def options(row: LinearChoices) -> dict[str, OptionCost]:
+        found = {text: cost for text, cost in row.options.items() if text in open_options}
+        return found if found and row.name in freed else row.options
+
+    pins = tuple(_pins_without(problem, freed))
+    return problem.with_options(options).model_copy(update={"pins": pins})
+
+
 def _pins_of_the_run(
     problem: PlanningProblem, given: Sequence[tuple[str, str]]
 ) -> Iterator[tuple[str, str]]:
@@ -302,17 +354,24 @@ def _pins_of_the_run(
 
     Tied linears have one option, so a given pin of one of them decides for all.
     """
-    tied = {name: names for names in problem.ties for name in names}
+    decided = {name for glob, _ in given for name in _matching(problem, glob)}
+    for names in problem.ties:
+        if not decided.isdisjoint(names):
+            decided.update(names)
+    return _pins_without(problem, decided)
 
-    def is_free(name: str) -> bool:
-        decisive = tied.get(name, (name,))
-        return not any(glob_matches(each, glob) for each in decisive for glob, _ in given)
 
+def _pins_without(problem: PlanningProblem, dropped: Collection[str]) -> Iterator[tuple[str, str]]:
+    """Yield the pins in the problem file, for linears other than those that are dropped."""
     for glob, option in problem.pins:
-        matching = [name for name in problem.names if glob_matches(name, glob)]
-        free = [name for name in matching if is_free(name)]
-        for each in [glob] if free == matching else free:
+        matching = _matching(problem, glob)
+        left = [name for name in matching if name not in dropped]
+        for each in [glob] if left == matching else left:
             yield each, option
+
+
+def _matching(problem: PlanningProblem, glob: str) -> list[str]:
+    return [name for name in problem.names if glob_matches(name, glob)]
 
 
 def _with_pinned_bf16(problem: PlanningProblem, pins: Sequence[tuple[str, str]]) -> PlanningProblem:

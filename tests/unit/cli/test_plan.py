@@ -102,6 +102,62 @@ def test_a_pin_of_a_tied_linear_replaces_the_run_s_pin_of_the_other(
     assert printed_options(printed, file, *words)[:2] == ["fp4", "fp4"]
 
 
+def test_a_run_s_pins_can_be_freed(tmp_path: Path, printed: Any) -> None:
+    """As in a run, other given pins go before it; both commands that plan have it."""
+    pinned = PROBLEM.model_copy(update={"pins": (("*.layers.[01].*", "fp8"),)})
+    file = tmp_path / "pinned.json"
+    write_problem(pinned, file)
+    assert printed_options(printed, file, "--pin", "*=free") == ["fp4", "fp4", "fp8", "fp8"]
+    words = ["--pin", "*.layers.0.*=free"]
+    assert printed_options(printed, file, *words) == ["fp4", "fp8", "fp4", "fp8"]
+    assert printed_options(printed, file, "--first-layers", "1=free") == printed_options(
+        printed, file, *words
+    )
+    words += ["--pin", f"{PROBLEM.names[0]}=fp8"]
+    assert printed_options(printed, file, *words) == ["fp8", "fp8", "fp4", "fp4"]
+    words = ["--pin", "*=free", "--targets", "1", "--json"]
+    assert json.loads(printed("pareto", file, *words))[0]["status"] == "optimal"
+
+
+def test_a_freed_linear_has_only_options_that_others_may_choose(
+    tmp_path: Path, printed: Any
+) -> None:
+    """A rule of the job had fixed it to an option that was not measured, so that it costs 0."""
+    first, *others = PROBLEM.linears
+    options = {**first.options, "mxfp8": first.options["fp8"].model_copy()}
+    pinned = PROBLEM.model_copy(
+        update={
+            "linears": (first.model_copy(update={"options": options}), *others),
+            "pins": ((first.name, "mxfp8"),),
+        }
+    )
+    file = tmp_path / "pinned.json"
+    write_problem(pinned, file)
+    assert printed_options(printed, file)[0] == "mxfp8"
+    words = ["--pin", "*.layers.0.*=free", "--target", "0"]
+    assert printed_options(printed, file, *words)[0] == "fp8"
+
+
+@pytest.mark.parametrize(
+    ("glob", "said"),
+    [
+        ("*.layers.3.*", "frees nothing: the problem file has no pin"),
+        ("encoder.*", "no linear's name matches"),
+        ("*.layers.0.*", "are fused"),
+    ],
+)
+def test_a_pin_that_frees_nothing_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], glob: str, said: str
+) -> None:
+    ties = (PROBLEM.names[:2],)
+    pinned = PROBLEM.model_copy(update={"pins": (("*.layers.[01].*", "fp8"),), "ties": ties})
+    file = tmp_path / "tied.json"
+    write_problem(pinned, file)
+    assert main(["plan", str(file), "--pin", f"{glob}=free"]) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and said in error
+
+
 def test_changes_have_a_price(problem: str, previous: str, printed: Any) -> None:
     words = [problem, "--previous", previous, "--change-penalty"]
     assert printed_options(printed, *words, "0.1") == ["fp4", "fp4", "fp8", "fp8"]
