@@ -26,10 +26,10 @@ from megatron_snip.formats import get_format, lowest_precision
 from megatron_snip.options import BF16, Granularity, Option, enumerate_options, formats_in
 from megatron_snip.plugins import load_plugins
 from megatron_snip.target_schedule import Point, TargetSchedule, parse_points
-from megatron_snip.types import Gemm
+from megatron_snip.types import ITERATION_LIMIT, Gemm
 
 Share = Annotated[float, Field(ge=0.0, le=1.0)]
-Count = Annotated[int, Field(ge=1, le=2**53)]
+Count = Annotated[int, Field(ge=1, lt=ITERATION_LIMIT)]
 
 Backend = Literal["auto", "simulate", "te"]
 PipelineBalance = Literal["none", "stage"]
@@ -172,7 +172,7 @@ class PlanFields(Section):
     ramp: the target follows the straight line from the point before to 0 at iteration 9500, rounded
     to equal steps of at most 0.05. A new target needs no new measurement."""
 
-    heal_from: Annotated[float, Field(gt=0.0, le=2**53)] | None = None
+    heal_from: Annotated[float, Field(gt=0.0, lt=ITERATION_LIMIT)] | None = None
     """Iteration, or fraction of the run (below 1), from which the target falls in steps; it
     reaches 0 shortly before the end."""
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple, Self
 
 from megatron_snip.errors import UsageError
+from megatron_snip.types import ITERATION_LIMIT
 
 RAMP_STEP = 0.05
 
@@ -89,6 +90,8 @@ def parse_points(texts: Iterable[str]) -> tuple[Point, ...]:
         if point.iteration < 0 or not 0.0 <= point.target <= 1.0:
             known = "ITERATION:TARGET, target from 0 to 1: 200:0.75 (a linear ramp: 200:~0.75)"
             raise UsageError(f"'{text}' is not {known}")
+        if point.iteration >= ITERATION_LIMIT:
+            raise UsageError(f"'{text}': an iteration must be below 2^53 ({ITERATION_LIMIT})")
         if points and point.iteration <= points[-1].iteration:
             text = f"iteration {point.iteration} follows {points[-1].iteration}"
             raise UsageError(f"{text}; iterations must rise")

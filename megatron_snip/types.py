@@ -21,6 +21,9 @@ from megatron_snip.errors import UsageError, shortened
 
 _MAX_GLOB_CHARACTERS = 500
 
+ITERATION_LIMIT = 2**53
+"""Iterations, and settings that take them, are below it: above, floating point is not exact."""
+
 
 class Gemm(StrEnum):
     """One of the three GEMMs of a linear, named as the field names them."""

@@ -6,6 +6,7 @@ every linear costs. A recipe need not be SNIP's.
 
 import argparse
 import json
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -34,6 +35,8 @@ EXAMPLES = (
     "megatron-snip score problem.json plan.json nemotron.yaml norms:0.8 --base nvfp4",
     "megatron-snip score problem.json out.stage0.yaml,out.stage1.yaml --output recipes.svg",
 )
+
+_COUNT = re.compile("[0-9]{1,9}")
 
 _CURVE = tuple(k / 20 for k in range(21))
 """Targets of SNIP's curve in the picture."""
@@ -103,7 +106,7 @@ def _linears(thing: str, scorer: Scorer, args: argparse.Namespace) -> dict[str, 
         return scorer.low_and_high(last_blocks(names, share))
     if kind == "first-last" and colon:
         counts = given.split(",")
-        if len(counts) != 2 or not all(count.isdecimal() for count in counts):
+        if len(counts) != 2 or not all(map(_COUNT.fullmatch, counts)):
             raise UsageError(f"'{thing}' is not first-last:N,M, as in first-last:2,4")
         return scorer.low_and_high(first_last(names, *map(int, counts)))
     if not colon:

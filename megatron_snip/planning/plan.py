@@ -29,6 +29,7 @@ from megatron_snip.options import BF16, Option
 from megatron_snip.planning.option_table import as_fraction, ratio
 from megatron_snip.planning.problem import STRICT
 from megatron_snip.planning.stage_layers import StageLayers
+from megatron_snip.types import ITERATION_LIMIT
 
 Status = Literal["optimal", "feasible", "fixed"]
 """optimal: proven best (to a relative 1e-9); feasible: all constraints hold, and the gap limits the
@@ -67,7 +68,7 @@ class PrecisionPlan(BaseModel):
     model_config = STRICT
 
     version: Literal[3] = 3
-    iteration: Annotated[int, Field(ge=0, lt=2**53)]
+    iteration: Annotated[int, Field(ge=0, lt=ITERATION_LIMIT)]
     policy: Label
     status: Status
     objective: float | None

@@ -224,8 +224,14 @@ def last_blocks(names: Iterable[str], share: float) -> Callable[[str], bool]:
 
 
 def first_last(names: Iterable[str], first: int, last: int) -> Callable[[str], bool]:
-    """Return whether a linear is in the first or last layers of the decoder."""
+    """Return whether a linear is in the first or last layers of the decoder.
+
+    Raises:
+        UsageError: if the decoder has fewer layers than one of the two numbers.
+    """
     layers = _decoder_layers(names)
+    if max(first, last) > len(layers):
+        raise UsageError(f"first-last:{first},{last}: the decoder has {len(layers)} layers")
     kept = {*layers[:first], *layers[len(layers) - last :]}
     return lambda name: _layer(name) in kept
 

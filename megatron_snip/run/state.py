@@ -43,12 +43,12 @@ from megatron_snip.run.guard import GuardState
 from megatron_snip.run.schedule import ScheduleState
 from megatron_snip.run.solve import PendingProblem
 from megatron_snip.statistics.records import StatisticsTable
+from megatron_snip.types import ITERATION_LIMIT
 from megatron_snip.version import PACKAGES, installed_version
 
 logger = logging.getLogger(__name__)
 
 SCHEMA_VERSION = 3
-_MAX_ITERATION = 2**53
 
 
 @dataclass(frozen=True)
@@ -179,7 +179,7 @@ class RunState:
             "heal_from": self.heal_from or 0,
             "solve.iteration": 0 if self.solve is None else self.solve.iteration,
         }
-        if not 0 <= self.iteration <= _MAX_ITERATION:
+        if not 0 <= self.iteration < ITERATION_LIMIT:
             raise UsageError(f"{source}: iteration must be from 0 on, got {self.iteration}")
         for name, iteration in latest.items():
             # A run that resumes with another plan notes it at once, for the coming iteration.
@@ -191,7 +191,7 @@ class RunState:
                 )
         # `apply_at` may be an iteration that is done: one that Megatron skipped.
         solve = self.solve
-        if solve is not None and not solve.iteration < solve.apply_at <= _MAX_ITERATION:
+        if solve is not None and not solve.iteration < solve.apply_at < ITERATION_LIMIT:
             raise UsageError(
                 f"{source}: solve.apply_at {solve.apply_at} is not after solve.iteration "
                 f"{solve.iteration}"

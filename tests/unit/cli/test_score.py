@@ -130,6 +130,8 @@ def test_a_picture_is_drawn(problem: str, printed: Any, tmp_path: Path) -> None:
     [
         ("last-blocks:2", "is not last-blocks:SHARE"),
         ("first-last:2", "is not first-last:N,M"),
+        ("first-last:2," + "9" * 5000, "is not first-last:N,M"),
+        ("first-last:1,9", "the decoder has 4 layers"),
         ("norms:high", "is not POLICY:TARGET"),
         ("norm:0.5", "unknown policy 'norm'"),
         ("norms", "policy with a target (norms:0.8)"),
