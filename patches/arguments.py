@@ -69,9 +69,9 @@ class CommandLine:
     """A script's command line, without the script's name.
 
     Attributes:
-        given: SNIP's flags, by namespace attribute. Relative paths, also those in the YAML file,
-            are made absolute here.
-        enabled: whether they or the YAML file turn SNIP on.
+        given: the settings that are given, by name: the YAML file's, then the flags'. Relative
+            paths are made absolute here.
+        enabled: whether they turn SNIP on.
         others: the words that are not SNIP's, in their order.
         flags: the words that are, then a flag for each path that was made absolute.
     """
@@ -99,37 +99,34 @@ def read_cli_args(words: Sequence[str]) -> CommandLine:
             flag = word.partition("=")[0]
             near = did_you_mean(flag, parser._option_string_actions)
             raise UsageError(f"unknown flag {flag}{near or '; --help lists the flags'}")
-    given = vars(namespace)
-    values = _values(given)
-    enabled = bool(values.get("enabled", False))
-    if given and not enabled and f"{DEST}enabled" not in given:
-        flags = ", ".join(flag_name(PREFIX, name.removeprefix(DEST)) for name in given)
+    given = _values(namespace)
+    enabled = bool(given.get("enabled", False))
+    if vars(namespace) and not enabled and f"{DEST}enabled" not in namespace:
+        flags = ", ".join(flag_name(PREFIX, name.removeprefix(DEST)) for name in vars(namespace))
         warn_once_per_job(logger, f"without --snip these flags have no effect: {flags}")
     own_words = _without(words, others)
-    for name, path in _absolute_paths(values, given.get(_CONFIG)).items():
-        given[DEST + name] = path
+    absolute = _absolute_paths({**given, "config": getattr(namespace, _CONFIG, None)})
+    for name, path in absolute.items():
         own_words += [flag_name(PREFIX, name), path]  # later words win
+    given |= {name: path for name, path in absolute.items() if name != "config"}
     return CommandLine(given, enabled, others, own_words)
 
 
-def _absolute_paths(values: Mapping[str, Any], file: Path | None) -> dict[str, str]:
-    """Return the relative paths among the settings, made absolute, by setting.
+def _absolute_paths(values: Mapping[str, Any]) -> dict[str, str]:
+    """Return the relative paths among the settings and the YAML file's, made absolute.
 
-    A script may change its working directory before the settings are read again: run_recipe.py of
+    A script may change its working directory before they are used: run_recipe.py of
     Megatron-Bridge 0.6 does.
 
     Args:
-        values: the settings, by name.
-        file: the YAML file, which is called `config` in the result.
+        values: the settings, by name; `config` is the YAML file, or None.
     """
-    paths: dict[str, Any] = {name: values.get(name) for name in PATH_SETTINGS}
-    if paths["calibration"] == AUTO:  # it is no path
-        del paths["calibration"]
-    paths["config"] = file
     absolute = {}
-    for name, path in paths.items():
+    for name in (*PATH_SETTINGS, "config"):
+        path = values.get(name)
+        is_path = not (name == "calibration" and path == AUTO)
         # '' is refused later, and ~ is the home directory.
-        if path and not str(path).startswith(("/", "~")):
+        if path and is_path and not str(path).startswith(("/", "~")):
             absolute[name] = str(Path(path).absolute())
     return absolute
 
@@ -152,7 +149,7 @@ def snip_config(args: argparse.Namespace, given: Mapping[str, Any] | SnipConfig)
 
     Args:
         args: Megatron's settings, by the names that Megatron-LM's parser gives them.
-        given: flags of the command line, or settings that a script made.
+        given: settings of the command line by name, or a config that a script made.
 
     Raises:
         UsageError: one line; its `field` is the setting that is wrong.
@@ -179,7 +176,13 @@ def settings_in(args: argparse.Namespace, given: Mapping[str, Any] | SnipConfig)
     Raises:
         UsageError: one line; its `field` is the setting that is wrong.
     """
-    return given if isinstance(given, SnipConfig) else _config({**given, **_flags_in(args)})
+    if isinstance(given, SnipConfig):
+        return given
+    # A script may have given flags to Megatron-LM's parser itself, after its command line was read.
+    try:
+        return SnipConfig(**{**given, **_values(args)})
+    except ValidationError as error:
+        raise first_problem(error, SnipConfig) from None
 
 
 def _auto_formats(config: SnipConfig, args: argparse.Namespace) -> tuple[str, ...]:
@@ -194,18 +197,6 @@ def _auto_formats(config: SnipConfig, args: argparse.Namespace) -> tuple[str, ..
         return config.format_entries
     # Megatron's flags for a low precision of the job's own have the names of its model's settings.
     return te_formats(this_machine(with_te=True, config=args))
-
-
-def _flags_in(args: argparse.Namespace) -> dict[str, Any]:
-    """Return SNIP's flags that Megatron-LM's parser has read (from its own argument files)."""
-    return {name: value for name, value in vars(args).items() if name.startswith(DEST)}
-
-
-def _config(given: Mapping[str, Any]) -> SnipConfig:
-    try:
-        return SnipConfig(**_values(given))
-    except ValidationError as error:
-        raise first_problem(error, SnipConfig) from None
 
 
 def with_flags_of_the_job(config: SnipConfig, args: argparse.Namespace) -> SnipConfig:
@@ -257,10 +248,10 @@ def _messages(error: SnipError) -> tuple[str, ...]:
     return (str(error),)
 
 
-def _values(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return settings by name: the YAML file's, then the flags'."""
+def _values(namespace: argparse.Namespace) -> dict[str, Any]:
+    """Return the settings in a parser's namespace, by name: the YAML file's, then the flags'."""
     values: dict[str, Any] = {}
-    path = given.get(_CONFIG)
+    path = getattr(namespace, _CONFIG, None)
     if path is not None:
         try:
             values = read_yaml(Path(path))
@@ -268,4 +259,4 @@ def _values(given: Mapping[str, Any]) -> dict[str, Any]:
         except UsageError as error:
             raise UsageError(f"'{path}': {error}", field="config") from None
         values["enabled"] = config.enabled  # YAML may have it in quotes: "false"
-    return values | given_values(argparse.Namespace(**given), SnipConfig, PREFIX)
+    return values | given_values(namespace, SnipConfig, PREFIX)

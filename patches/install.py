@@ -113,7 +113,7 @@ def install_for(words: Sequence[str], start: Sequence[str] = ()) -> list[str]:
     def install() -> list[str]:
         line = arguments.read_cli_args(words)
         if line.given:
-            REGISTRY.session.cli_flags = line.given
+            REGISTRY.session.given = line.given
         if line.flags or start:
             REGISTRY.on_uninstall(keep_in_new_program(start, line.flags))
         _install({"always", "--snip"} if line.enabled else {"always"}, LOOPS)

@@ -96,7 +96,7 @@ class Session:
     """What the patches of a process share, until they are uninstalled.
 
     Attributes:
-        cli_flags: `--snip-*` flags of the command line, by attribute of the namespace.
+        given: settings of the command line, by name (`CommandLine.given`).
         with_snip: whether the patches of runs with SNIP are installed.
         config: settings of a SnipCallback, which take the place of flags, or None.
         settings: the settings, built and checked beside the job's; None before that.
@@ -116,7 +116,7 @@ class Session:
         is_over: whether the patches were uninstalled.
     """
 
-    cli_flags: dict[str, Any] = field(default_factory=dict)
+    given: dict[str, Any] = field(default_factory=dict)
     with_snip: bool = False
     config: SnipConfig | None = None
     settings: SnipConfig | None = None

@@ -154,7 +154,7 @@ def _explain_unreached(script: Path) -> bool:
     from megatron_snip.patches.install import REGISTRY
 
     session = REGISTRY.session
-    if not session.cli_flags or session.found_megatron:
+    if not session.given or session.found_megatron:
         return False
     _print_error(
         f"'{script}' reached neither Megatron-LM's nor Megatron-Bridge's pretrain, so SNIP did "

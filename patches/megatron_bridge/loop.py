@@ -10,7 +10,6 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from megatron_snip.config import SnipConfig
 from megatron_snip.errors import UsageError
 from megatron_snip.log import warn_once_per_job
 from megatron_snip.patches import cpu, overlap_buffers
@@ -154,10 +153,6 @@ PATCHES = (
 )
 
 
-def _given(session: Session) -> dict[str, Any] | SnipConfig:
-    return session.cli_flags if session.config is None else session.config
-
-
 def _check(callbacks: Any, session: Session) -> None:
     """Find the settings of this training run and check them.
 
@@ -166,7 +161,7 @@ def _check(callbacks: Any, session: Session) -> None:
     """
     found = callbacks_in(callbacks)
     session.config = found[0].config if found else None
-    if session.has_callback and not (found or session.cli_flags):
+    if session.has_callback and not (found or session.given):
         warn_once_per_job(
             logger,
             "SNIP does nothing in this training run: pretrain did not get the SnipCallback; "
@@ -174,14 +169,15 @@ def _check(callbacks: Any, session: Session) -> None:
         )
     if len(found) > 1:
         raise UsageError(f"pretrain got {len(found)} SnipCallbacks; give it one")
-    if found and session.cli_flags:
+    if found and session.given:
         raise UsageError(
             "settings come from --snip flags and from a SnipCallback; drop the flags, or run the "
             "script without the callback"
         )
     assert session.args is not None
     log_in_bridges_names()
-    config = snip_config(session.args, _given(session))
+    given = session.given if session.config is None else session.config
+    config = snip_config(session.args, given)
     session.settings = config
     session.makes_plans = config.enabled and not config.collect_only
 

@@ -21,7 +21,7 @@ def validation(call: Call, session: Session) -> Any:
     if cpu.is_installed():
         args.async_save = False  # the process that would write a checkpoint selects a GPU
     result = call.run()
-    config = exit_on_error(lambda: snip_config(args, session.cli_flags))
+    config = exit_on_error(lambda: snip_config(args, session.given))
     session.settings = config
     if config.enabled and not session.with_snip:
         exit_on_error(_refuse_late_flag)
@@ -49,7 +49,7 @@ def model_setup(call: Call, session: Session) -> Any:
     args = get_args()
     config = session.settings
     if config is None:  # Megatron does not validate a --yaml-cfg namespace
-        config = exit_on_error(lambda: snip_config(args, session.cli_flags))
+        config = exit_on_error(lambda: snip_config(args, session.given))
     result = call.run()
     if config.enabled:
         model, optimizer = result[0], result[1]

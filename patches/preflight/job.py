@@ -29,8 +29,7 @@ class BuiltJob:
         args: Megatron's settings as the job has them, by the names of Megatron-LM's parser.
         stages: what a rank of each pipeline stage has built.
         notes: what is assumed, because this machine cannot know it.
-        given: SNIP's flags on the command line, by attribute of the namespace; or the settings of
-            the script's SnipCallback.
+        given: SNIP's settings on the command line, by name; or those of the script's SnipCallback.
         loop: package of the training loop, for messages.
         lacks_te: whether the job has Transformer Engine's layers, and this machine has not.
         on_progress: called with the share of the stages that are built, from 0 to 1.

@@ -138,7 +138,7 @@ if "AGAIN" not in os.environ:
     os.execvpe(sys.executable, [sys.executable, *sys.argv, "new"], os.environ)
 from megatron_snip.patches import cpu
 from megatron_snip.patches.install import REGISTRY
-print(json.dumps([sys.argv[1:], REGISTRY.session.cli_flags, cpu.is_installed()]))
+print(json.dumps([sys.argv[1:], REGISTRY.session.given, cpu.is_installed()]))
 REGISTRY.session.found_megatron = True
 """
 
@@ -151,7 +151,7 @@ def test_a_script_that_starts_itself_anew_keeps_snip(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     argv, flags, on_cpu = json.loads(done.stdout.splitlines()[-1])
     assert argv == ["--recipe", "9", "a=b", "new"]
-    assert flags == {"snip_interval": "9", "snip_enabled": True}
+    assert flags == {"interval": "9", "enabled": True}
     assert on_cpu
 
 
@@ -172,7 +172,7 @@ def test_a_script_that_starts_another_one_keeps_snip(tmp_path: Path, start: str)
     words = [*start.split(), "bootstrap.py", "--snip", "a=b"]
     done = run_python(*words, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout.splitlines()[-1]) == [["a=b"], {"snip_enabled": True}, False]
+    assert json.loads(done.stdout.splitlines()[-1]) == [["a=b"], {"enabled": True}, False]
 
 
 def test_a_script_for_another_release_of_bridge_gets_one_more_line(
@@ -194,7 +194,7 @@ def test_a_script_that_never_trains_says_so(
     script.write_text("")
     assert run_script(script) == 0
     assert capsys.readouterr().err == ""
-    monkeypatch.setattr(REGISTRY.session, "cli_flags", {"snip_enabled": True})
+    monkeypatch.setattr(REGISTRY.session, "given", {"enabled": True})
     monkeypatch.setattr(REGISTRY.session, "found_megatron", False)
     assert run_script(script) == 0
     assert "neither Megatron-LM's nor Megatron-Bridge's pretrain" in capsys.readouterr().err

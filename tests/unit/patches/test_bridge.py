@@ -271,7 +271,7 @@ def test_two_sources_of_settings_are_one_too_many(
     install_for(["--snip"])
     line = ends_in_one_line(capsys, lambda: bridge.pretrain(cfg_of(), [callback]))
     assert "from --snip flags and from a SnipCallback" in line
-    REGISTRY.session.cli_flags = {}
+    REGISTRY.session.given = {}
     two = [callback, SnipCallback(SnipConfig())]
     line = ends_in_one_line(capsys, lambda: bridge.pretrain(cfg_of(), two))
     assert "pretrain got 2 SnipCallbacks; give it one" in line

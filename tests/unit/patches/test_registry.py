@@ -194,7 +194,7 @@ def test_the_command_line_decides_what_is_installed(of_process: Registry) -> Non
         words = ["--snip", "--lr", "0.1", "--snip-interval", "9", "model.seed=9"]
         assert install_for(words) == ["--lr", "0.1", "model.seed=9"]
         assert of_process.installed == NEEDED | IN_THIS_RELEASE
-        assert of_process.session.cli_flags["snip_interval"] == "9"
+        assert of_process.session.given["interval"] == "9"
 
 
 def test_a_missing_function_ends_a_script_in_one_line(

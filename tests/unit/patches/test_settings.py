@@ -146,6 +146,7 @@ def test_paths_are_those_of_the_directory_in_which_the_job_was_started(
     if is_new_program:
         line = read_cli_args(["--lr", "1", *line.flags])
     assert line.others == ["--lr", "1"]
+    (start / "snip.yaml").unlink()  # it is read once
     config = snip_config(Namespace(), line.given)
     assert config.interval == 9
     assert config.plan_file == start / "plans" / "1.json"
@@ -165,7 +166,7 @@ def test_other_words_are_as_they_were_given() -> None:
     paths = ["--snip-output-dir", "~/out", "--snip-reference=/bf16", "--snip-calibration", "auto"]
     line = read_cli_args(["--snip", *paths])
     assert line.flags == ["--snip", *paths]
-    assert line.given["snip_output_dir"] == "~/out"
+    assert line.given["output_dir"] == "~/out"
     config = snip_config(Namespace(), line.given)
     assert (config.output_dir, config.calibration) == (Path.home() / "out", "auto")
     with pytest.raises(UsageError, match="the path is empty"):
