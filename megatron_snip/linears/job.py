@@ -15,6 +15,7 @@ from megatron_snip.linears.discovery import global_linears, stage_layers
 from megatron_snip.linears.te.machine import Machine
 from megatron_snip.options import Option
 from megatron_snip.planning.fixed import Source
+from megatron_snip.planning.plan import StageAndFlops
 from megatron_snip.planning.stage_layers import StageLayers
 from megatron_snip.topology import LinearInfo
 
@@ -54,6 +55,11 @@ class Job:
     def tied_to(self, name: str) -> tuple[str, ...]:
         """Return the linears that have the option of this one, itself among them."""
         return self._groups.get(name, (name,))
+
+    @cached_property
+    def stage_and_flops(self) -> StageAndFlops:
+        """(stage, FLOPs per token) of each linear."""
+        return {each.name: (each.stage, each.flops_per_token) for each in self.linears}
 
     @cached_property
     def _groups(self) -> dict[str, tuple[str, ...]]:

@@ -61,7 +61,7 @@ from megatron_snip.run.replanning import (
     without_problem,
 )
 from megatron_snip.run.schedule import Schedule, ScheduleState
-from megatron_snip.run.solve import Solver
+from megatron_snip.run.solve import PendingProblem, Solver
 from megatron_snip.run.start import differences, first_change, first_state, measures_nothing
 from megatron_snip.run.state import RunState, state_of_model
 from megatron_snip.run.step import ForwardBackward, Results, Runner, StepLoss, TrainingStep
@@ -233,7 +233,7 @@ class SnipController:
     @property
     def format_shares(self) -> dict[str, float]:
         """Share of the linears' FLOPs in each format under the current plan."""
-        return format_shares(self.plan.linears, self._plans.stage_and_flops)
+        return format_shares(self.plan.linears, self.model.job.stage_and_flops)
 
     def forward_backward(self, iteration: int, function: ForwardBackward, **kwargs: Any) -> Results:
         """All ranks: run an iteration's forward-backward under the plan; measure it if that is due.
@@ -384,7 +384,11 @@ class SnipController:
                     problem = self._problem(mean, target, "planning for the new settings")
                     self._state = self._begin_solve(self._state, done, problem, apply_at=done + 1)
             elif first.source is PlanSource.CHECKPOINT and stopped.solve is not None:
-                pending = self._plans.fitting.pending(stopped.solve, done)
+                # The plan is due when it was, and not later than the lag of this run allows.
+                solve = stopped.solve
+                apply_at = min(solve.apply_at, solve.iteration + self.config.lag)
+                problem = self._plans.fitted_problem(solve.problem)
+                pending = PendingProblem(solve.iteration, max(apply_at, done + 1), problem)
                 self._state = replace(self._state, solve=pending)
                 self._solver.begin(pending, self.plan)
         except SnipError as failure:
@@ -565,7 +569,7 @@ class SnipController:
                 return self._plans.problem_without_measurements(target)
             return self._observations.measurement(mean, target).problem
 
-        return self._plans.fitting.problem(self._control.attempt(what, make))
+        return self._plans.fitted_problem(self._control.attempt(what, make))
 
     def _begin_solve(
         self,
@@ -638,7 +642,7 @@ class SnipController:
         """
         applied = PlanApplied(
             plan,
-            format_shares(plan.linears, self._plans.stage_and_flops),
+            format_shares(plan.linears, self.model.job.stage_and_flops),
             num_changed,
             waited_s=waited_s,
             resumed=is_resumed,

@@ -37,7 +37,7 @@ from megatron_snip.planning.policies import UNIFORM, get_policy
 from megatron_snip.planning.problem import PlanningProblem
 from megatron_snip.planning.settings import PlanSettings
 from megatron_snip.run.feasibility import check_settings, reachable_target
-from megatron_snip.run.fitting import Fitting, describe
+from megatron_snip.run.fitting import Replacement, describe, fitted_plan, fitted_problem
 from megatron_snip.run.plan_file import check_plan_file, recipe_changes
 from megatron_snip.run.solve import plan_from_rank_0
 from megatron_snip.run.state import RunState, changed_plan_settings, reported_settings
@@ -92,8 +92,6 @@ class RunPlans:
         config: the settings, with the formats that `auto` means. Where the user gave no target, it
             has a share of the target that the linears can reach.
         available: what the linears can run, and what is fixed.
-        stage_and_flops: (stage, FLOPs per token) by linear.
-        fitting: makes plans and problems of another run fit.
         file_digest: digest of the plan in the plan file; None without one.
         targets: the efficiency target of every iteration, by the settings; `targets_of` has those
             of a run that heals because of its noise.
@@ -130,8 +128,6 @@ class RunPlans:
         self.available: AvailableOptions = replace(
             available, warnings=(*available.warnings, *about_target)
         )
-        self.stage_and_flops = {i.name: (i.stage, i.flops_per_token) for i in model.all_linears}
-        self.fitting = Fitting(self.config, model, self.available, self.stage_and_flops)
         self.targets = self.config.targets(train_iters)
         if config.heal_below_noise is not None and not get_policy(config.policy).needs_statistics:
             raise UsageError(
@@ -181,7 +177,7 @@ class RunPlans:
                 case PlanSource.FILE:
                     assert self._file_plan is not None
                     with naming_field("plan_file"):
-                        self._file_plan.check_against(self.stage_and_flops)
+                        self._file_plan.check_against(self._model.job.stage_and_flops)
                     return self._file_plan
                 case PlanSource.CHECKPOINT:
                     assert state is not None
@@ -191,15 +187,15 @@ class RunPlans:
                 case PlanSource.POLICY:
                     return self._policy_plan(settings, num_done + 1)
 
-        plan, replaced = self.fitting.plan(plan_from_rank_0(make, self._control))
+        plan, replaced = self.fitted(plan_from_rank_0(make, self._control))
         if source is PlanSource.FILE:
-            check_plan_file(replaced, self.config, len(self.stage_and_flops))
+            check_plan_file(replaced, self.config, len(plan.linears))
         # A plan's file is named by its iteration. The number of another run's plan could be that of
         # a later plan of this run, so a plan that is new here gets a new number.
         is_known = state is not None and plan.digest == state.plan.digest
         number = state.plan.iteration if state is not None and is_known else num_done
         plan = plan.model_copy(update={"iteration": number})
-        changes = tuple(describe(replaced, len(self.stage_and_flops)))
+        changes = tuple(describe(replaced, len(plan.linears)))
         return FirstPlan(plan, source, changes, new_settings)
 
     def _source(
@@ -259,6 +255,16 @@ class RunPlans:
         linears = {**self.available.job.options, **fixed}
         return self._assigned(linears, "job", iteration=0)
 
+    # ---- plans and problems of another run ------------------------------------------------------
+
+    def fitted(self, plan: PrecisionPlan) -> tuple[PrecisionPlan, list[Replacement]]:
+        """All ranks: return a plan as this run allows it, and what had to change."""
+        return fitted_plan(plan, self.config, self.available, self._model.refusals_of)
+
+    def fitted_problem(self, problem: PlanningProblem) -> PlanningProblem:
+        """All ranks: return a former run's problem with the stages and options of this run."""
+        return fitted_problem(problem, self.config, self.available, self._model.refusals_of)
+
     # ---- later plans ----------------------------------------------------------------------------
 
     def problem_without_measurements(self, target: float) -> PlanningProblem:
@@ -284,7 +290,7 @@ class RunPlans:
     ) -> PrecisionPlan:
         return assigned_plan(
             linears,
-            self.stage_and_flops,
+            self._model.job.stage_and_flops,
             lowest_format=self.config.lowest_format,
             policy=policy,
             iteration=iteration,
@@ -324,7 +330,7 @@ class RunPlans:
         counts the same share, which is then the plan's `efficiency`.
         """
         bits = get_format(self.config.lowest_format).bits
-        shares = format_shares(plan.linears, self.stage_and_flops).items()
+        shares = format_shares(plan.linears, self._model.job.stage_and_flops).items()
         return sum(share for name, share in shares if get_format(name).bits == bits)
 
     def saving_s(self, plan: PrecisionPlan, num_microbatches: int) -> float | None:
@@ -339,8 +345,8 @@ class RunPlans:
         if table is None or tokens is None:
             return None
         bf16 = dict.fromkeys(plan.linears, BF16)
-        before = table.slowest_stage(bf16, self.stage_and_flops)
-        after = table.slowest_stage(plan.linears, self.stage_and_flops)
+        before = table.slowest_stage(bf16, self._model.job.stage_and_flops)
+        after = table.slowest_stage(plan.linears, self._model.job.stage_and_flops)
         megatron = self._model.config
         # The table has the seconds that one GPU needs for all tokens and features of a microbatch.
         # Context- and tensor-parallel ranks share them; each data-parallel rank has microbatches

@@ -63,14 +63,14 @@ def _guard(stopped: RunState, plan: PrecisionPlan, plans: RunPlans) -> GuardStat
     """All ranks: return what the guard of a stopped run knows, for the plan of this run."""
     guard = stopped.guard or GuardState()
     if guard.first_fallback is not None:
-        fitted, _ = plans.fitting.plan(guard.first_fallback)
+        fitted, _ = plans.fitted(guard.first_fallback)
         guard = guard.model_copy(update={"first_fallback": fitted})
     if stopped.plan.digest == plan.digest:
         return guard
     # The new plan is judged. Its fallback is the stopped run's plan, made to fit this run. With new
     # pins or formats this fitted plan can equal the new plan. Then the fallback of the stopped run
     # stays.
-    fitted, _ = plans.fitting.plan(stopped.plan)
+    fitted, _ = plans.fitted(stopped.plan)
     fallback = guard.first_fallback if fitted.digest == plan.digest else fitted
     return guard.after_plan_change(fallback, plans.config.guard_sigmas)
 

@@ -85,7 +85,7 @@ def test_linears_that_run_the_job_s_option_only_keep_it_and_lower_the_target() -
         ["fp4", "fp8"],
     ]
     assert "fp4 is not available to 1 linears: it is fixed" in plans.available.warnings
-    assert options_of(plans.fitting.plan(plan_of(["fp4"] * 3))[0]) == ["fp4", "fp8", "fp4"]
+    assert options_of(plans.fitted(plan_of(["fp4"] * 3))[0]) == ["fp4", "fp8", "fp4"]
     refusals |= {FP4: {B: "it is fixed", C: "it is stored"}}
     plans = run_plans(refusals, FP8_JOB)
     assert plans.config.efficiency_target == 0.1875
@@ -179,7 +179,7 @@ def test_what_the_job_s_own_rules_fix_stays_as_the_job_runs_it() -> None:
     assert options_of(made) == ["mxfp8", "fp4", "bf16"]
     fallback = plans.job_fallback(made, 9)
     assert options_of(fallback) == ["mxfp8", "fp8", "bf16"]
-    fitted, replaced = plans.fitting.plan(plan_of(["fp4", "fp4", "fp4"]))
+    fitted, replaced = plans.fitted(plan_of(["fp4", "fp4", "fp4"]))
     assert options_of(fitted) == ["mxfp8", "fp4", "bf16"]
     assert [each.reason for each in replaced] == [Source.FILE, Source.EDGE]
 

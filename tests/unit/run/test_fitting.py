@@ -23,7 +23,7 @@ def test_plans_of_other_machines_lose_no_precision() -> None:
         "1 of 3 linears run fp8 instead of fp4: no",
         "1 of 3 linears run bf16 instead of fp4: no",
     )
-    kept, replaced = run_plans({FP8: {C: "no"}}).fitting.plan(plan)
+    kept, replaced = run_plans({FP8: {C: "no"}}).fitted(plan)
     assert (options_of(kept), replaced) == (["fp4", "fp4", "fp4"], [])
 
 
@@ -33,24 +33,24 @@ def test_a_plan_of_another_layout_gets_the_stages_and_efficiencies_of_this_one()
     old: dict[str, Any] = {"efficiency": 1.0, "stages": (1.0,), "stage_layers": layers}
     plan = plan_of(["fp8", "fp4", "fp4"], objective=0.25, **old)
     plans = run_plans()
-    kept, _ = plans.fitting.plan(plan)
+    kept, _ = plans.fitted(plan)
     wanted = {"efficiency": 0.75, "stages": (0.0, 1.0), "stage_layers": STAGE_LAYERS}
     assert kept == plan.model_copy(update=wanted)
     # Where the efficiencies are those of seconds, the layers are still this run's.
-    timed = run_plans(cost="time", collect_only=True).fitting
+    timed = run_plans(cost="time", collect_only=True)
     two = plan.model_copy(update={"stages": (0.2, 0.3)})
-    assert timed.plan(two)[0] == two.model_copy(update={"stage_layers": STAGE_LAYERS})
+    assert timed.fitted(two)[0] == two.model_copy(update={"stage_layers": STAGE_LAYERS})
     # What the run makes without a search, and a problem of another layout.
     assert plans.job_fallback(plan, 5).stage_layers == STAGE_LAYERS
     problem = problem_of([[0.0, 1.0]] * 3).model_copy(update={"stage_layers": layers})
-    fitted = plans.fitting.problem(problem)
+    fitted = plans.fitted_problem(problem)
     assert fitted.stage_layers == STAGE_LAYERS
     assert PlanningProblem.from_dict(fitted.to_dict()) == fitted
 
 
 def test_tied_linears_get_one_option() -> None:
     plans = run_plans({FP4: {B: "too small"}}, ties=((B, C),))
-    plan, replaced = plans.fitting.plan(plan_of(["fp4"] * 3))
+    plan, replaced = plans.fitted(plan_of(["fp4"] * 3))
     assert options_of(plan) == ["fp4", "fp8", "fp8"]
     assert {each.reason for each in replaced} == {
         "too small",
@@ -65,7 +65,7 @@ def test_options_of_fixed_linears_are_asked_for_in_the_order_of_the_model() -> N
     job = dict(zip((A, B, C), options, strict=True))
     refusals = Refusals({BF16: {}})
     plans = run_plans(refusals, job=job, rules=dict.fromkeys(job, Source.FILE), efficiency_target=0)
-    plans.fitting.plan(plan_of(["fp4", "fp4", "fp4"]))
+    plans.fitted(plan_of(["fp4", "fp4", "fp4"]))
     assert [option for option in dict.fromkeys(refusals.asked) if option in options] == options
 
 
@@ -86,7 +86,7 @@ def test_a_resumed_problem_keeps_what_the_job_runs_where_no_backward_came() -> N
     losses = [[0.0, 0.1, 0.4], [None, 0.0, None], [0.0, 0.1, 0.4]]
     problem = problem_of(losses, options=("bf16", "fp8", "fp4"))
     plans = run_plans(job=dict.fromkeys((A, B, C), FP8), formats="bf16,fp4")
-    rows = plans.fitting.problem(problem).linears
+    rows = plans.fitted_problem(problem).linears
     assert [list(row.options) for row in rows] == [
         ["bf16", "fp4"],
         ["bf16", "fp4", "fp8"],
