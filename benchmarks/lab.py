@@ -88,7 +88,7 @@ class Lab:
     @property
     def names(self) -> list[str]:
         """The linears, in model order."""
-        return [linear.name for linear in self.model.all_linears]
+        return [linear.name for linear in self.model.job.linears]
 
     def train(self, steps: int, options: Mapping[str, Option] | None = None) -> list[float]:
         """Train on, every linear at its option (bf16 by default); return the losses."""
@@ -215,7 +215,7 @@ class Lab:
         loss_scale = training.loss_scale()
         norms = partial(weight_norms, weights, optimizer, sensitivities, topology, loss_scale)
         grad_scale = training.grad_scale(topology, loss_scale)
-        return observer.table(self.model.all_linears, grad_scale, loss, norms)[0]
+        return observer.table(self.model.job.linears, grad_scale, loss, norms)[0]
 
     def _assignment(self, options: Mapping[str, Option] | None) -> dict[str, Option]:
         return {name: (options or {}).get(name, BF16) for name in self.names}

@@ -173,9 +173,9 @@ def compare(lab: Lab, training: Training, rounds: int) -> dict[str, Any]:
     peak_measured, peak_ordinary, _ = training.run(peak_bytes)
     held = tensor_bytes() - before
     parameters = sum(p.numel() for p in lab.state.model[0].parameters())
-    linear = max(i.in_features * i.out_features for i in lab.model.all_linears)
+    linear = max(i.in_features * i.out_features for i in lab.model.job.linears)
     tokens = lab.config.micro_batch_size * lab.config.seq_length
-    widest = max(max(i.in_features, i.out_features) for i in lab.model.all_linears)
+    widest = max(max(i.in_features, i.out_features) for i in lab.model.job.linears)
     return {
         "iteration_s": statistics.median(ordinary),
         "measured_s": statistics.median(measured),

@@ -213,7 +213,7 @@ class Job:
         plans = RunPlans(self.config, model, None, None)
         first = plans.first_plan(None, seed=0)
         model.apply_together(lambda: first.plan)
-        self.linears = model.all_linears
+        self.linears = model.job.linears
 
     def _plan(self) -> PrecisionPlan:
         fp4 = Option.uniform("fp4")

@@ -79,7 +79,7 @@ def three_quarters(lab: Lab) -> dict[str, Option]:
     """
     plan: dict[str, Option] = {}
     low = total = 0.0
-    for info in lab.model.all_linears:
+    for info in lab.model.job.linears:
         total += info.flops_per_token
         plan[info.name] = FP8 if low >= 0.75 * total else FP4
         low += info.flops_per_token if plan[info.name] == FP4 else 0.0

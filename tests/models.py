@@ -200,7 +200,7 @@ Choice = str | Callable[[str], str]
 def assignment(model: PlannedModel, choice: Choice) -> dict[str, Option]:
     """The option of each linear, as a plan gives it."""
     choose = (lambda _: choice) if isinstance(choice, str) else choice
-    return {info.name: Option.parse(choose(info.name)) for info in model.all_linears}
+    return {info.name: Option.parse(choose(info.name)) for info in model.job.linears}
 
 
 def planned(model: Any, choice: Choice = "bf16", **settings: Any) -> PlannedModel:

@@ -3,7 +3,6 @@
 from collections import Counter
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import torch
@@ -36,7 +35,7 @@ from megatron_snip.planning.fixed import FixedLinears
 from megatron_snip.planning.plan import PrecisionPlan
 from megatron_snip.reporting.precision_record import LinearPrecision, PrecisionRecord
 from megatron_snip.statistics.sharded import local
-from megatron_snip.topology import LinearInfo, Placement, Topology
+from megatron_snip.topology import Placement, Topology
 
 
 class PlannedModel:
@@ -45,11 +44,8 @@ class PlannedModel:
     Attributes:
         chunks: Megatron's model chunks.
         runtime: shared by all linears of this process.
-        backend: what runs the linears; te if any of them is Transformer Engine's.
-        machine: what decides how Transformer Engine's linears run.
         linears: this rank's linears, in model order; a grouped linear once.
-        all_linears: every linear of the model, in the same order on all ranks.
-        job: what the job runs without SNIP; the same on all ranks.
+        job: every linear of the model, and what the job runs without SNIP; the same on all ranks.
         changes: how often the option of each linear of the model has changed; the same on all
             ranks.
     """
@@ -75,20 +71,25 @@ class PlannedModel:
         self._options: Mapping[str, Option] = {}
         # (recipe, backend, weight storage) by linear and option; the same on all ranks.
         self._resolved: dict[tuple[str, str], tuple[str, str, str]] = {}
-        self.backend: Backend = "simulate"
-        self.machine: Machine
         self.linears: list[PlannedLinear] = []
         self._overrides: list[FreshWeights | GatheredWeights | FusedMLP] = []
         self._refusals: dict[Option, dict[str, str]] = {}
-        reading = partial(self._own_facts, backend)
-        facts = topology.control.gather("reading the model's linears", reading).values
-        if any(rank["has_te"] for rank in facts) and self.backend == "simulate":
+        machine = Machine()
+        has_te = False
+
+        def own_facts() -> dict[str, Any]:
+            nonlocal machine, has_te
+            found = find_linears(self.chunks, topology)
+            has_te = backend != "simulate" and any(te_kind(module) for module, _ in found)
+            machine = this_machine(has_te, self.config if found else None)
+            return {"has_te": has_te, **self._own_facts(found, backend, machine)}
+
+        facts = topology.control.gather("reading the model's linears", own_facts).values
+        if any(rank["has_te"] for rank in facts) and not has_te:
             # A pipeline stage without layers: its settings and records are those of the others.
-            self.backend = "te"
-            self.machine = this_machine(True, self.config)
+            machine = this_machine(True, self.config)
         varies = self.runtime.microbatch_tokens is None
-        self.job: Job = job_of(facts, topology.num_stages, len(self.chunks), self.machine, varies)
-        self.all_linears: tuple[LinearInfo, ...] = self.job.linears
+        self.job: Job = job_of(facts, topology.num_stages, len(self.chunks), machine, varies)
 
     @property
     def config(self) -> Any:
@@ -98,7 +99,7 @@ class PlannedModel:
     @property
     def microbatch_tokens(self) -> int | None:
         """Tokens of a microbatch, over all ranks; None if they vary, or differ between linears."""
-        tokens = {self.runtime.tokens_of(linear.name) for linear in self.all_linears}
+        tokens = {self.runtime.tokens_of(linear.name) for linear in self.job.linears}
         return tokens.pop() if len(tokens) == 1 else None
 
     def install(self) -> None:
@@ -249,16 +250,16 @@ class PlannedModel:
     def measured_formats(self, names: Iterable[str]) -> dict[str, Format]:
         """Return how each format is quantized where it runs, without bf16."""
         return {
-            name: measured_format(name, self.backend, self.machine)
+            name: measured_format(name, self.job.backend, self.job.machine)
             for name in names
             if name != "bf16"
         }
 
     def recipes(self, names: Iterable[str]) -> dict[str, str]:
         """Return what runs each format: Transformer Engine's recipe; nothing in simulation."""
-        if self.backend == "simulate":
+        if self.job.backend == "simulate":
             return {}
-        recipes = {name: te_support(name, self.machine)[0] for name in names}
+        recipes = {name: te_support(name, self.job.machine)[0] for name in names}
         return {name: recipe for name, recipe in recipes.items() if recipe}
 
     def resolved(
@@ -299,19 +300,20 @@ class PlannedModel:
             if weight.requires_grad
         }
 
-    def _own_facts(self, backend: Backend) -> dict[str, Any]:
-        """Find this rank's linears, put each under its backend, and return what `job_of` needs.
+    def _own_facts(
+        self,
+        found: Sequence[tuple[torch.nn.Module, Sequence[Placement]]],
+        backend: Backend,
+        machine: Machine,
+    ) -> dict[str, Any]:
+        """Put each of this rank's linears under its backend, and return what `job_of` needs.
 
         Raises:
             UnsupportedError: if a backend cannot run one of them.
         """
-        found = find_linears(self.chunks, self.runtime.topology)
-        with_te = backend != "simulate" and any(te_kind(module) for module, _ in found)
-        self.backend = "te" if with_te else "simulate"
-        self.machine = this_machine(with_te, self.config if found else None)
         fused_modules = {id(each) for chunk in self.chunks for each in fused_linears(chunk)}
         self.linears = [
-            self._planned(module, places, backend, id(module) in fused_modules)
+            self._planned(module, places, backend, machine, id(module) in fused_modules)
             for module, places in found
         ]
         # Before `install` changes what the modules run.
@@ -336,7 +338,6 @@ class PlannedModel:
                 for linear in self.linears
                 if linear.placements[0].expert is not None
             },
-            "has_te": self.backend == "te",
             "options": {linear.name: str(linear.job_option) for linear in self.linears},
             "rules": {name: rule for name, rule in rules.items() if rule is not None},
             "ties": [list(mlp.names) for mlp in fused],
@@ -348,6 +349,7 @@ class PlannedModel:
         module: torch.nn.Module,
         placements: Sequence[Placement],
         backend: Backend,
+        machine: Machine,
         is_fused: bool,
     ) -> PlannedLinear:
         """Return a linear under its backend.
@@ -358,7 +360,7 @@ class PlannedModel:
         if te_kind(module) is not None:
             if backend == "simulate":
                 return SimulatedTELinear(module, placements, self.runtime)
-            return RecipeTELinear(module, placements, self.runtime, self.machine, is_fused)
+            return RecipeTELinear(module, placements, self.runtime, machine, is_fused)
         if backend == "te":
             raise UnsupportedError(
                 f"--snip-backend te runs Transformer Engine's linears, and {placements[0].name} is "

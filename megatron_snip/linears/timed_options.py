@@ -65,12 +65,12 @@ def timed_options(
     if isinstance(config.calibration, Path):
         make = partial(read_calibration, config.calibration)
     else:
-        if model.backend == "simulate":
+        if model.job.backend == "simulate":
             raise UnsupportedError(
                 "--snip-cost time: simulated formats are never faster than bf16; give the seconds "
                 "of another machine (--snip-calibration FILE), or use --snip-cost flops"
             )
-        make = partial(_cached, cache, _shapes(model, options), model.machine)
+        make = partial(_cached, cache, _shapes(model, options), model.job.machine)
     control = model.runtime.topology.control
     with naming_field("calibration"):
         made = control.on_rank_0("--snip-calibration", lambda: make().model_dump())
@@ -79,7 +79,7 @@ def timed_options(
     largest_saving_s = 0.0
     for option in available.options:
         refused = dict(available.refusals.get(option, {}))
-        for linear in model.all_linears:
+        for linear in model.job.linears:
             name = linear.name
             if name in refused:
                 continue

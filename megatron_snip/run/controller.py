@@ -173,9 +173,9 @@ class SnipController:
             self._reporter.log(text)
         fixed = self._plans.available.fixed
         if fixed:
-            self._reporter.log(summary(fixed, len(self.model.all_linears)))
+            self._reporter.log(summary(fixed, len(self.model.job.linears)))
         if state is not None:
-            state, warning = state_of_model(state, (each.name for each in self.model.all_linears))
+            state, warning = state_of_model(state, (each.name for each in self.model.job.linears))
             if warning is not None:
                 self._reporter.warn(warning)
 
@@ -534,7 +534,7 @@ class SnipController:
         watched = state.watched or measured.divergences.most_fragile(NUM_WATCHED)
         state = replace(state, watched=watched)
         measured = replace(measured, gradient_noise=noise, watched=watched)
-        text = f"measured {len(self.model.all_linears)} linears in {measured.seconds:.2f} s"
+        text = f"measured {len(self.model.job.linears)} linears in {measured.seconds:.2f} s"
         if self.config.heal_below_noise is not None and noise is not None:
             text += f", gradient noise {noise:.3g}"
         self._reporter.log(f"iteration {iteration}: {text}")

@@ -81,7 +81,7 @@ class Evaluations:
         self._predicted = predicted
         self._groups: dict[str, frozenset[str]] = {}
         if precision == "groups":
-            self._groups = linear_groups(linear.name for linear in model.all_linears)
+            self._groups = linear_groups(linear.name for linear in model.job.linears)
         self._counts: Counter[str] = Counter()  # by name, since the last iteration began
         self._metrics: dict[str, float | None] = {}
 

@@ -247,7 +247,7 @@ class Observations:
             self._topology,
             loss_scale,
         )
-        linears = self._model.all_linears
+        linears = self._model.job.linears
         try:
             table, health = observation.observer.table(
                 linears, grad_scale, None, norms, also_summed=loss_part
@@ -283,7 +283,7 @@ class Observations:
         if mean is None:
             return False
         names = {linear.name for linear in mean.linears}
-        if names != {linear.name for linear in self._model.all_linears}:
+        if names != {linear.name for linear in self._model.job.linears}:
             return False
         needed = {name for option in self._available.options for name in option.formats} - {"bf16"}
         measured = [set(row.formats) for row in mean.linears if row.microbatches]

@@ -302,7 +302,7 @@ class RunPlans:
     def reported_settings(self) -> dict[str, str]:
         """Return what a resumed run reports if it changed (`state.reported_settings`)."""
         recipes = self._model.recipes(self.config.named_formats)
-        backend = str(self._model.backend)
+        backend = str(self._model.job.backend)
         return reported_settings(self._recorded_config, backend, recipes, self.file_digest)
 
     @property

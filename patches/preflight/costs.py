@@ -146,7 +146,7 @@ def _added_bytes(
     if option == linear.job_option or linear.refusal(option) is not None:
         return 0.0
     elements = sum(weight.numel() for weight in linear.weights)
-    if model.backend == "simulate":
+    if model.job.backend == "simulate":
         return 2.0 * elements  # what the simulated GEMM multiplies (linears/runtime.py)
     weights = _quantized_bytes(option)
     if getattr(linear, "stored", None) is not None:

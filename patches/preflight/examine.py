@@ -222,11 +222,11 @@ def _models(found: Preflight, job: BuiltJob, config: SnipConfig) -> list[Planned
     models: list[PlannedModel] | None = _note(found, lambda: on_all(job.stages, planned))
     if not models:
         return None
-    linears = models[0].all_linears
-    found.backend = models[0].backend
-    found.machine = str(models[0].machine)
-    if models[0].machine.te_version is not None:
-        found.machine += f", Transformer Engine {models[0].machine.te_version}"
+    linears = models[0].job.linears
+    found.backend = models[0].job.backend
+    found.machine = str(models[0].job.machine)
+    if models[0].job.machine.te_version is not None:
+        found.machine += f", Transformer Engine {models[0].job.machine.te_version}"
     of_experts = [each for each in linears if each.is_of_experts]
     found.linears = {
         "all": len(linears),
@@ -262,9 +262,9 @@ def _plan(found: Preflight, job: BuiltJob, config: SnipConfig, models: list[Plan
     available = plans.available
     found.formats = list(plans.config.formats)
     found.formats_why = available.formats_why
-    if model.backend == "te":
+    if model.job.backend == "te":
         names = plans.config.named_formats
-        found.recipes = {name: te_support(name, model.machine)[1] for name in names}
+        found.recipes = {name: te_support(name, model.job.machine)[1] for name in names}
     found.fixed = by_source(available.fixed)
     found.warnings += available.warnings
     found.hints += available.hints
@@ -272,7 +272,7 @@ def _plan(found: Preflight, job: BuiltJob, config: SnipConfig, models: list[Plan
     problem = plans.problem_without_measurements(found.target.get("runs") or 0.0)
     found.problem = problem.to_dict()
     found.measuring = costs.measuring(job, plans.config)
-    found.control_s = costs.control_seconds(len(model.all_linears), job.num_ranks)
+    found.control_s = costs.control_seconds(len(model.job.linears), job.num_ranks)
     options = available.options
     if not found.only_measures and len(options) > 1:
         highest, lowest = options[0], options[-1]
@@ -316,9 +316,9 @@ def _targets(found: Preflight, plans: RunPlans, model: PlannedModel) -> None:
         return
     problem = plans.problem_without_measurements(1.0)
     least, best = reachable_range(config, problem, plans.available)
-    total = sum(each.flops_per_token for each in model.all_linears)
+    total = sum(each.flops_per_token for each in model.job.linears)
     in_job = 0.0
-    for each in model.all_linears:
+    for each in model.job.linears:
         option = model.job.options.get(each.name, BF16)
         in_job += option.share_in(config.lowest_format) * each.flops_per_token / total
     runs = max(point.target for point in plans.targets.points)

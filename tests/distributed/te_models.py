@@ -192,6 +192,6 @@ def experts() -> dict[str, Any]:
             for instance, each in found[0].items()
             if ".experts.linear_fc1" in instance
         }
-        return {"tokens": tokens, "rows": [info.name for info in under.all_linears]}
+        return {"tokens": tokens, "rows": [info.name for info in under.job.linears]}
     finally:
         parallel_state.destroy_model_parallel()

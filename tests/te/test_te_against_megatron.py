@@ -121,7 +121,7 @@ def test_experts_that_are_only_counted_share_one_tap_if_they_are_grouped(grouped
     with under.runtime.observed_by(observer):
         losses(model, MOST_MICROBATCHES + 2)
     assert observer.shared == (4 if grouped else 1)
-    table, _ = observer.table(under.all_linears, 1.0, None)
+    table, _ = observer.table(under.job.linears, 1.0, None)
     by_name = {row.name: row for row in table.linears}
     qkv = by_name["decoder.layers.0.self_attention.linear_qkv"]
     fc2 = by_name["decoder.layers.1.mlp.experts.linear_fc2"]

@@ -43,7 +43,7 @@ def test_linears_that_a_file_keeps_in_bf16_stay_so_in_every_plan(run: dict[str, 
     plans = run_plans(model, 1024)
     kept = {
         each.name
-        for each in PlannedModel([model], Topology(), 7).all_linears
+        for each in PlannedModel([model], Topology(), 7).job.linears
         if "self_attention" in each.name or each.name.startswith("mtp.")
     }
     found = plans.available.fixed

@@ -76,7 +76,7 @@ def test_a_measured_iteration_calls_the_linears(monkeypatch: pytest.MonkeyPatch)
     before = step(model)
     under = untouched(model)
     seen = observed(model, under)
-    assert {name.partition("/")[0] for name in seen} >= {info.name for info in under.all_linears}
+    assert {name.partition("/")[0] for name in seen} >= {info.name for info in under.job.linears}
     twin = job(monkeypatch, fused=False, **MXFP8)
     wanted = observed(twin, untouched(twin))
     assert set(seen) == set(wanted)

@@ -133,8 +133,8 @@ def test_a_measured_iteration_runs_without_the_graph_and_leaves_it(session: Sess
         losses, grads = job.step(job.graphed)
     assert losses == plain[0] and all(map(torch.equal, grads, plain[1]))
     assert before == (graph_of(), FullCudaGraphWrapper.curr_iteration)
-    table, _ = observer.table(job.model.all_linears, 1.0, losses[0])
-    assert len(table.linears) == len(job.model.all_linears) == 8
+    table, _ = observer.table(job.model.job.linears, 1.0, losses[0])
+    assert len(table.linears) == len(job.model.job.linears) == 8
     assert job.is_as_eager()
 
 
@@ -254,7 +254,7 @@ def test_measured_layers_run_without_graphs_and_keep_what_graphs_write_to(
     with job.model.runtime.observed_by(observer):
         losses, grads = job.step(job.graphed)
     assert losses == plain[0] and all(map(torch.equal, grads, plain[1]))
-    table, _ = observer.table(job.model.all_linears, 1.0, losses[0])
+    table, _ = observer.table(job.model.job.linears, 1.0, losses[0])
     assert len(table.linears) == 8
     assert captured == [layer.cuda_graphs for layer in job.helper.flattened_callables]
     for linear, before in zip(job.model.linears, weights, strict=True):

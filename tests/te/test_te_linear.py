@@ -291,7 +291,7 @@ def gathering(with_norm: bool) -> RecipeTELinear:
             skip_bias_add=True,
             is_expert=False,
         ).bfloat16()
-        linear = RecipeTELinear(plain, linear.placements, under.runtime, under.machine)
+        linear = RecipeTELinear(plain, linear.placements, under.runtime, under.job.machine)
     linear.module.sequence_parallel = True
     return linear
 

@@ -226,7 +226,7 @@ def test_a_plan_file_runs_as_the_machine_can(
     on(monkeypatch, capability)
     model, path = build(), tmp_path / "plan.json"
     under = PlannedModel([model], Topology(), seed=0)
-    stage_and_flops = {i.name: (i.stage, i.flops_per_token) for i in under.all_linears}
+    stage_and_flops = {i.name: (i.stage, i.flops_per_token) for i in under.job.linears}
     write_plan(assigned_plan(assignment(under, option), stage_and_flops, "fp4", "snip"), path)
     config = SnipConfig(
         collect_only=True, start_step=1000, plan_file=path, formats=formats, granularity="gemm"

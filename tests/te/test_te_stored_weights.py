@@ -246,11 +246,11 @@ def test_linears_planned_otherwise_multiply_the_exact_gathered_weights() -> None
 
 def measure(model: Any, under: PlannedModel) -> HealthTable:
     formats = under.measured_formats(("fp8", "fp4"))
-    names = frozenset(linear.name for linear in under.all_linears)
+    names = frozenset(linear.name for linear in under.job.linears)
     observer = StepObserver(MeasureSettings(formats, 1, 7, names), Topology(), {})
     with under.runtime.observed_by(observer):
         losses(model)
-    return observer.table(under.all_linears, 1.0, 3.0)[1]
+    return observer.table(under.job.linears, 1.0, 3.0)[1]
 
 
 @pytest.mark.parametrize("recipe", list(JOBS))
@@ -269,7 +269,7 @@ def test_a_measurement_reads_one_dequantized_weight_at_a_time(
     model = job(recipe)
     under = untouched(model)
     measure(model, under)
-    assert len(made) == 2 * len(under.all_linears)
+    assert len(made) == 2 * len(under.job.linears)
 
 
 def test_a_measured_weight_has_lost_what_its_own_format_cannot_hold() -> None:

@@ -117,7 +117,7 @@ def test_plans_by_measured_time_take_the_seconds_of_the_table(
     pin = "*.0.self_attention.linear_proj", "fp4"  # may demand what is not faster
     model, found = timed(None, granularity=granularity, pins=("=".join(pin),))
     assert len(found.refusals[FP4]) == 1
-    linears = model.all_linears
+    linears = model.job.linears
     problem = found.restrict(unmeasured_problem(linears, found.options, "fp4", 0.6))
     made = make_plan(problem, PlanSettings(cost="time", pins=(pin,))).linears
     table = found.calibration

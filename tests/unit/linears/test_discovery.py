@@ -219,11 +219,11 @@ def test_a_vision_encoder_is_not_taken_for_the_language_model(
     with model.runtime.observed_by(observer):
         measured = loss()
         measured.backward()
-    table, _ = observer.table(model.all_linears, 1.0, None)
+    table, _ = observer.table(model.job.linears, 1.0, None)
     assert measured == wanted
     # Five tokens of the image, a class token and four patches, replace one of ten.
     assert {(row.microbatches, row.tokens) for row in table.linears} == {(1, 2 * 14)}
-    model.apply({info.name: Option.uniform("fp8") for info in model.all_linears})
+    model.apply({info.name: Option.uniform("fp8") for info in model.job.linears})
     assert loss() != wanted
 
 

@@ -36,12 +36,12 @@ def test_installing_applying_and_removing(make_model: MakeModel) -> None:
     built = make_model()
     state = list(built.state_dict())
     model = PlannedModel([built], Topology(), seed=3)
-    assert len(model.linears) == len(model.all_linears) == 8
+    assert len(model.linears) == len(model.job.linears) == 8
     assert overridden(model) == [False] * 8
     model.install()
     model.install()
     assert overridden(model) == [True] * 8 and list(built.state_dict()) == state
-    plan = {info.name: FP8 if "fc1" in info.name else BF16 for info in model.all_linears}
+    plan = {info.name: FP8 if "fc1" in info.name else BF16 for info in model.job.linears}
     model.apply(plan)
     assert {p.name for p in model.linears if p.option == FP8} == {
         name for name, option in plan.items() if option == FP8
@@ -138,18 +138,18 @@ def test_encoders_are_measured_and_run_their_plan(make_model: MakeModel, kind: s
     assert set(read.values()) == {decoder_tokens, 32}
     assert model.microbatch_tokens == (32 if kind == "bert" else None)
     model.install()
-    assert {info.name.split(".")[0] for info in model.all_linears} == set(blocks)
-    assert len(model.all_linears) == (8 if kind == "bert" else 8 + 14)
+    assert {info.name.split(".")[0] for info in model.job.linears} == set(blocks)
+    assert len(model.job.linears) == (8 if kind == "bert" else 8 + 14)
     observer = StepObserver(MeasureSettings({"fp8": get_format("fp8")}, 1, 0), Topology(), {})
     with model.runtime.observed_by(observer):
         measured = loss()
         measured.backward()
-    table, _ = observer.table(model.all_linears, 1.0, None)
+    table, _ = observer.table(model.job.linears, 1.0, None)
     assert measured == wanted and all(row.microbatches == 1 for row in table.linears)
     assert all(row.formats["fp8"].fisher > 0 for row in table.linears)
-    model.apply({info.name: FP8 for info in model.all_linears})
+    model.apply({info.name: FP8 for info in model.job.linears})
     assert loss() != wanted and loss().item() == pytest.approx(wanted.item(), rel=0.2)
-    model.apply({info.name: BF16 for info in model.all_linears})
+    model.apply({info.name: BF16 for info in model.job.linears})
     assert loss() == wanted
 
 
@@ -159,7 +159,7 @@ class Stored(torch.Tensor):
 
 def test_what_linears_resolved_to_follows_the_plan(make_model: MakeModel) -> None:
     model = PlannedModel([make_model()], Topology(), seed=0)
-    names = [info.name for info in model.all_linears]
+    names = [info.name for info in model.job.linears]
     plan = plan_of({name: "fp4" if name.endswith("fc1") else "bf16" for name in names})
     model.apply(plan.linears)
     model.linears.reverse()

@@ -74,9 +74,7 @@ def run_plans(
     for name, (stage, flops) in STAGE_AND_FLOPS.items():
         infos.append(LinearInfo(name, stage, 1, 1, flops))
     model: Any = SimpleNamespace(
-        all_linears=infos,
         runtime=SimpleNamespace(topology=Topology()),
-        backend="simulate",
         job=Job(
             {name: (job or {}).get(name, BF16) for name in STAGE_AND_FLOPS},
             rules or {},

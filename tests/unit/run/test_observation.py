@@ -33,7 +33,7 @@ def test_linears_must_have_been_measured_in_every_format(
     rows: list[Any], formats: tuple[str, ...], enough: bool
 ) -> None:
     runtime = SimpleNamespace(topology=Topology())
-    model: Any = SimpleNamespace(runtime=runtime, chunks=[], all_linears=MEASURED)
+    model: Any = SimpleNamespace(runtime=runtime, chunks=[], job=SimpleNamespace(linears=MEASURED))
     available: Any = SimpleNamespace(options=list(map(Option.uniform, formats)))
     observations = Observations(SnipConfig(), model, available, None)
     assert not observations.suffice(None)
@@ -44,7 +44,10 @@ def test_a_problem_has_the_pins_of_the_run() -> None:
     """So that `megatron-snip plan` makes the run's plan from its file."""
     runtime = SimpleNamespace(topology=Topology())
     model: Any = SimpleNamespace(
-        runtime=runtime, chunks=[], all_linears=MEASURED, measured_formats=lambda _: {}
+        runtime=runtime,
+        chunks=[],
+        job=SimpleNamespace(linears=MEASURED),
+        measured_formats=lambda _: {},
     )
     options = tuple(map(Option.uniform, ("fp8", "fp4")))
     pins = (("*.layers.0.*", "fp8"),)
