@@ -28,8 +28,8 @@ HEAD = f"""\
 <!-- Written by `{COMMAND}`; a test compares the two. -->
 
 A setting of SNIP has the same name everywhere: `efficiency_target` in YAML and Python is
-`--snip-efficiency-target` on the command line, for `megatron-snip train` and for Megatron scripts.
-(The flag of `enabled` is `--snip`.) Flags override YAML. An unknown key or flag is an error.
+`--snip-efficiency-target` on the command line. (The flag of `enabled` is `--snip`.) Flags override
+YAML. An unknown key or flag is an error.
 """
 SCRIPT = """\
 ## Megatron scripts
@@ -40,19 +40,25 @@ SCRIPT = """\
 TRAIN = """\
 ## megatron-snip train
 
-The keys of `--config FILE` are the flags with underscores; SNIP's settings are below `snip:`.
+The keys of `--config FILE` are the flags with underscores; SNIP's settings are below `snip:`. Flags
+of the model, the parallel layout and training have Megatron's names: `megatron-snip train --help`
+has them, with their defaults.
 """
+OF_MEGATRON = ("The model", "Parallel layout", "Training")
+"""How the titles of groups begin whose flags are Megatron's; their help is enough."""
+SHARED = ("constraints", "solver", "pipeline")
+"""Groups of several subcommands."""
+TABLE_HEAD = ["| flag | value | default | meaning |", "| --- | --- | --- | --- |"]
 
 
 def page() -> str:
     """Return the page's text."""
     parts = [HEAD, "## SNIP's settings\n", *_groups(_snip())]
     parts += [SCRIPT, *_groups(_script_only())]
+    shown: dict[str, tuple[str, list[str]]] = {}
     for name, text in COMMANDS.items():
         head = TRAIN if name == "train" else f"## megatron-snip {name}\n"
-        parser = _parser_of(name)
-        parts += [head, f"{text[0].upper()}{text[1:]}.\n"]
-        parts += _groups(parser, leave_out=_flags_of(_snip()))
+        parts += [head, f"{text[0].upper()}{text[1:]}.\n", _command(name, shown)]
     return "\n".join(part.rstrip() + "\n" for part in parts)
 
 
@@ -84,19 +90,39 @@ def _parser_of(name: str) -> argparse.ArgumentParser:
     return found
 
 
-def _groups(
-    parser: argparse.ArgumentParser, leave_out: frozenset[str] = frozenset()
-) -> Iterator[str]:
+def _groups(parser: argparse.ArgumentParser) -> Iterator[str]:
     """One table a group of flags."""
     for group in parser._action_groups:
-        rows = [row for action in group._group_actions for row in _rows(action, leave_out)]
+        rows = [row for action in group._group_actions for row in _rows(action)]
         if rows:
             title = group.title or "Flags"
-            lines = ["| flag | value | default | meaning |", "| --- | --- | --- | --- |", *rows]
+            lines = [*TABLE_HEAD, *rows]
             yield f"### {title[0].upper()}{title[1:]}\n\n" + "\n".join(lines) + "\n"
 
 
-def _rows(action: argparse.Action, leave_out: frozenset[str]) -> Iterable[str]:
+def _command(name: str, shown: dict[str, tuple[str, list[str]]]) -> str:
+    """Return one table for a subcommand; of groups that another one has shown, only the flags.
+
+    `shown` has the command and the rows of each group by its title, and gets those of this one.
+    """
+    rows: list[str] = []
+    again = ""
+    known = _flags_of(_snip())
+    for group in _parser_of(name)._action_groups:
+        title = group.title or ""
+        found = [row for action in group._group_actions for row in _rows(action, known)]
+        if not found or (name == "train" and title.startswith(OF_MEGATRON)):
+            continue
+        first, before = shown.setdefault(title, (name, found))
+        if first != name and before == found and title.lower() in SHARED:
+            flags = re.findall(r"^\| (`--[\w-]+`)", "\n".join(found), re.MULTILINE)
+            again += f"As in [{first}](#megatron-snip-{first}): {', '.join(flags)}.\n"
+        else:
+            rows += found
+    return "\n".join([*TABLE_HEAD, *rows, "", again])
+
+
+def _rows(action: argparse.Action, leave_out: frozenset[str] = frozenset()) -> Iterable[str]:
     flags = action.option_strings
     if action.help is argparse.SUPPRESS or isinstance(action, argparse._HelpAction):
         return

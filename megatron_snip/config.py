@@ -119,9 +119,8 @@ class ScheduleFields(Section):
 
     eval_precision: Literal["plan", "bf16", "both", "groups"] = "plan"
     """Precision of evaluations: the current plan, or BF16 throughout. `both` runs each microbatch
-    under the plan and again in BF16, and logs the paired difference of the losses. `groups` runs it
-    again with one group of linears in BF16, too: attention, MLPs, experts; the first, middle and
-    last third of the layers. An evaluation then takes seven to ten times as long."""
+    in both, and logs the difference of the losses. `groups` also runs it with one group of linears
+    at a time in BF16: seven to ten times as long."""
 
 
 class MeasureFields(Section):
@@ -150,36 +149,29 @@ class PlanFields(Section):
     """`snip`, or a baseline such as uniform-fp8 or random; `megatron-snip plan --help` has all."""
 
     efficiency_target: Share = 0.75
-    """Smallest share of the linears' FLOPs in the lowest precision among the formats, 0 to 1. The
-    default is 0.75 of the share that the linears can reach: 0.5 for fp8-fp4-fp4, which has 2/3 of
-    its FLOPs in FP4, and less than 0.75 where pins or the job's own rules fix linears."""
+    """Smallest share of the linears' FLOPs in the lowest precision of the formats, 0 to 1. The
+    default is 0.75 of the share that the linears can reach."""
 
     cost: EfficiencyMeasure = "flops"
-    """What the target counts: `flops`, or `time`: 0.75 then asks for 75 % of the seconds that
-    the fastest options would save against BF16. With `time` every linear may use BF16, and
-    only a pin gives it an option that is not faster than BF16. With
-    --snip-collect-only, which makes no plans, `time` only adds bf16 to the options in problems/ and
-    divergences/."""
+    """What the target counts: `flops`, or `time`, the share of the seconds that the fastest
+    options would save against BF16. With `time` a linear runs BF16 or what is faster there."""
 
     calibration: Path | Literal["auto"] = "auto"
-    """Seconds for --snip-cost time: a file of `megatron-snip calibrate`, or `auto`: time
-    Transformer Engine's linears with this model's shapes at the start, which takes some seconds,
-    and keep the times in calibration.json of the output directory."""
+    """Seconds for --snip-cost time: a file of `megatron-snip calibrate`, or `auto`: measure
+    Transformer Engine's linears at the start, and write calibration.json."""
 
     target_schedule: tuple[str, ...] = ()
     """ITERATION:TARGET, comma separated: the efficiency target from each iteration on, such as
-    0:0,200:0.75,9000:0.5; before the first of them it is --snip-efficiency-target. 9500:~0 is a
-    ramp: the target follows the straight line from the point before to 0 at iteration 9500, rounded
-    to equal steps of at most 0.05. A new target needs no new measurement."""
+    0:0,200:0.75,9000:0.5; before the first it is --snip-efficiency-target. 9500:~0 is a ramp from
+    the point before to 0 at iteration 9500, in steps of at most 0.05."""
 
     heal_from: Annotated[float, Field(gt=0.0, lt=ITERATION_LIMIT)] | None = None
     """Iteration, or fraction of the run (below 1), from which the target falls in steps; it
     reaches 0 shortly before the end."""
 
     heal_below_noise: Annotated[float, Field(gt=0.0, le=1e6)] | None = None
-    """Heal from the first refresh in which the gradient noise of the plan is above this. 1 is where
-    the gradient of all linears' weights falls below sqrt(3) times the error of their wgrad; see
-    docs/how-it-works.md. With --snip-heal-from as well, what comes first counts."""
+    """Heal from the first refresh in which the gradient noise of the plan is above this, such as
+    1 (docs/how-it-works.md). With --snip-heal-from as well, what comes first counts."""
 
     heal_order: Literal["plan", "forward", "backward"] = "plan"
     """What healing raises first: `plan` (what the quality losses say), `forward` (fprop) or
@@ -187,11 +179,9 @@ class PlanFields(Section):
     and refuse `pipeline_balance: stage`."""
 
     formats: tuple[str, ...] = (AUTO,)
-    """Formats that a plan may use, comma separated. The one with the fewest bits is the lowest
-    precision; formats with equally many bits count alike. An entry may also be an option of several
-    formats: fp8-fp4-fp4 or fp8-forward-fp4-backward. `auto`: fp8,fp4 where GEMMs are simulated;
-    with Transformer Engine what the GPU has, such as bf16,fp8 on Hopper and fp8,fp4 on
-    Blackwell. Where most linears cannot choose between these, it is the pair that they can."""
+    """Formats that a plan may use, comma separated; the one with the fewest bits is the lowest
+    precision. An entry may be an option of several formats, such as fp8-fp4-fp4. `auto`: bf16,fp8
+    on Ada and Hopper, fp8,fp4 on Blackwell and in simulation."""
 
     granularity: Granularity = "linear"
     """`linear`: one format per linear (the paper's). `gemm`: one each for fprop, dgrad, wgrad."""
@@ -205,33 +195,26 @@ class PlanFields(Section):
     reaches the target."""
 
     pins: tuple[str, ...] = ()
-    """GLOB=OPTION, comma separated: linears with a fixed option, for example
-    'decoder.layers.0.*=fp8'. The option must be bf16 or one of those that the formats
-    give. Where only some of the linears that match a glob can run its option, the others get the
-    nearest one of no lower precision; where none can, the run ends. The job's own rules fix linears
-    as well: those of --te-precision-config-file and --first-last-layers-bf16. A pin goes before
-    them, and GLOB=free gives such linears to the planner."""
+    """GLOB=OPTION, comma separated: linears with a fixed option, bf16 or one of the formats, such
+    as 'decoder.layers.0.*=fp8'. A linear that cannot run it gets the nearest option of no lower
+    precision. Pins go before the job's own rules (--first-last-layers-bf16,
+    --te-precision-config-file), and GLOB=free gives what these fix to the planner."""
 
     small_linears: Literal["plan", "job"] = "plan"
-    """Linears that are so small on each rank that Transformer Engine's low formats may be slower
-    there than BF16. `plan`: the planner decides; with --snip-cost flops they count as savings, and
-    one line names them. `job`: they keep what the job runs. The limits of N and K are published for
-    H100; --snip-cost time measures this machine."""
+    """Linears so small that a low format may be slower there than BF16. `plan`: the planner
+    decides, and one line names them. `job`: they keep what the job runs."""
 
     change_penalty: Annotated[float, Field(ge=0.0, le=1e150)] = 0.0
     """Price of each linear that changes its option at a refresh, in units of quality loss. The
     uniform plan in the lowest precision has quality loss 1 + weight_lambda."""
 
     plugins: tuple[str, ...] = ()
-    """Modules that add formats, statistics, divergences, policies or writers, comma separated,
-    such as our_package.snip.
-    Those that installed packages declare are always used."""
+    """Modules that add formats, statistics, divergences, policies or writers, comma separated, such
+    as our_package.snip. Those that installed packages declare are always used."""
 
     plan_file: Path | None = None
-    """Start with this plan, a plans/<iteration>.json of another run. It must agree with the pins
-    and use only the formats, bf16 or what the job runs. A resumed run, unless it only
-    measures, ignores the file if the stopped run was given one with the same plan, under any
-    path."""
+    """Start with this plan, a plans/<iteration>.json of another run. It must agree with pins and
+    formats. On resume it counts only if its plan is new, or with --snip-collect-only."""
 
 
 class GuardFields(Section):
@@ -239,8 +222,7 @@ class GuardFields(Section):
 
     guard: bool = True
     """Watch the loss after a plan change. If it is NaN or jumps, repeat the iteration under the
-    former plan. If that helps, go back to the former plan, and measure again at once. If the plan
-    of this new measurement must be reverted too, the next measurement waits for its turn."""
+    former plan, and keep that plan if it helps."""
 
     guard_sigmas: Annotated[float, Field(ge=0.0, le=1e6)] = 6.0
     """Smallest rise of the loss that counts as a jump, in standard deviations of its noise from
@@ -251,8 +233,8 @@ class ReportFields(Section):
     """Output."""
 
     alert: tuple[str, ...] = ()
-    """MEASURE>X or MEASURE<X, comma separated, for example 'underflow>0.3': a linear whose
-    measure of health is beyond X is logged, once, and raises an alert in W&B. Measures: sqnr_db,
+    """MEASURE>X or MEASURE<X, comma separated, such as 'underflow>0.3': a linear whose measure of
+    health is beyond X is logged once, with an alert in W&B. Measures: sqnr_db,
     underflow, saturated, scale_spread, gemm_sqnr_db, amax, gradient_norm, update_ratio,
     gradient_noise."""
 
