@@ -5,12 +5,15 @@ duplicate keys. Writing goes to a temporary file in the same directory, then fsy
 reader sees the old file or the new one, never a part.
 """
 
+import base64
 import contextlib
 import errno
+import json
 import os
 import re
 import secrets
 import stat
+import zlib
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Annotated, Any, TypeVar, get_args, get_origin
@@ -261,6 +264,46 @@ class OwnSchema:
 
         to_dict = core_schema.plain_serializer_function_ser_schema(record.to_dict)
         return core_schema.no_info_plain_validator_function(read, serialization=to_dict)
+
+
+class PackedSchema:
+    """As `OwnSchema`, for a large record in a small file: `packed` of what `to_dict` returned.
+
+    What is not packed is read as well.
+    """
+
+    def __get_pydantic_core_schema__(self, record: Any, handler: object) -> core_schema.CoreSchema:
+        def read(value: Any) -> Any:
+            if isinstance(value, record):
+                return value
+            return record.from_dict(unpacked(value) if isinstance(value, str) else value)
+
+        def write(value: Any) -> str:
+            return packed(value.to_dict())
+
+        text = core_schema.plain_serializer_function_ser_schema(write)
+        return core_schema.no_info_plain_validator_function(read, serialization=text)
+
+
+def packed(value: Any) -> str:
+    """Return plain values as JSON, compressed by zlib, in base64."""
+    return base64.b64encode(zlib.compress(json.dumps(value).encode(), level=1)).decode()
+
+
+def unpacked(text: str) -> Any:
+    """Return what `packed` was given.
+
+    Raises:
+        UsageError: one line, if the text is not what `packed` returns or is above `MAX_BYTES`.
+    """
+    try:
+        unpacker = zlib.decompressobj()
+        data = unpacker.decompress(base64.b64decode(text, validate=True), MAX_BYTES)
+        if not unpacker.eof:
+            raise ValueError("it is cut, or too large")
+        return from_json(data)
+    except (ValueError, zlib.error) as error:
+        raise UsageError(f"not JSON in zlib in base64: {one_line(str(error))}") from None
 
 
 def _linear_of(error: ValidationError, value: Any) -> str:

@@ -13,7 +13,7 @@ from typing import Annotated, Any
 
 from megatron_snip.collectives import Control
 from megatron_snip.errors import InfeasiblePlanError, PlanningError, SnipError, UsageError
-from megatron_snip.files import OwnSchema
+from megatron_snip.files import PackedSchema
 from megatron_snip.log import log_failure
 from megatron_snip.planning.checker import find_violations
 from megatron_snip.planning.plan import PrecisionPlan
@@ -40,7 +40,7 @@ class PendingProblem:
 
     iteration: int
     apply_at: int
-    problem: Annotated[PlanningProblem, OwnSchema()]
+    problem: Annotated[PlanningProblem, PackedSchema()]
 
 
 class Solver:

@@ -5,17 +5,20 @@ what a run knows, but for what is on devices: histories of delayed scaling, snap
 loss of an iteration on its way to the host.
 
 Plain built-in types both ways (`to_dict`, `from_dict`): the dict travels inside Megatron's
-checkpoints, which are read with `weights_only=True`. Schema version 3:
+checkpoints, which are read with `weights_only=True`. Schema version 4:
 
-    {"version": 3, "iteration": int, "run_id": str, "settings": {name: text},
+    {"version": 4, "iteration": int, "run_id": str, "settings": {name: text},
      "plan": {a plan file's object}, "history": [[iteration, digest], ...],
      "target": null | number, "failed": null | {"target": number, "again_at": int},
      "schedule": {"refreshed": int | null, "due_since": int | null},
-     "solve": null | {"iteration": int, "apply_at": int, "problem": {a problem file's object}},
+     "solve": null | {"iteration": int, "apply_at": int, "problem": packed},
      "heal_from": null | int,
      "guard": null | {a GuardState's},
-     "observations": null | {a StatisticsTable's},
+     "observations": null | packed,
      "alerts": [[alert, linear], ...], "watched": [linear, ...]}
+
+`packed` is a text (files.py): of a problem file's object, and of a StatisticsTable's. With 600
+linears they are nine tenths of a state. Version 3 has the objects themselves.
 
 `run_id` is the text in the marker of the run's directory (directory.py). Checkpoints of release
 0.2.0 have no `run_id`, `failed`, `heal_from` and `watched`. They have `delayed_scaling` as well,
@@ -35,7 +38,7 @@ from pydantic import TypeAdapter
 
 from megatron_snip.config import PATH_SETTINGS, SnipConfig
 from megatron_snip.errors import UsageError, shortened, shown
-from megatron_snip.files import OwnSchema, checked
+from megatron_snip.files import OwnSchema, PackedSchema, checked
 from megatron_snip.log import warn_once_per_job
 from megatron_snip.planning.plan import PrecisionPlan
 from megatron_snip.run.alerts import Alerted
@@ -48,7 +51,8 @@ from megatron_snip.version import PACKAGES, installed_version
 
 logger = logging.getLogger(__name__)
 
-SCHEMA_VERSION = 3
+SCHEMA_VERSION = 4
+_OLDER_VERSION = 3
 
 
 @dataclass(frozen=True)
@@ -101,7 +105,7 @@ class RunState:
     solve: PendingProblem | None = None
     heal_from: int | None = None
     guard: GuardState | None = None
-    observations: Annotated[StatisticsTable, OwnSchema()] | None = None
+    observations: Annotated[StatisticsTable, PackedSchema()] | None = None
     alerts: Alerted = ()
     watched: tuple[str, ...] = ()
     settings: Mapping[str, str] = field(default_factory=dict)
@@ -150,10 +154,11 @@ class RunState:
             UsageError: one line that names `source` and what is wrong.
         """
         version = value.get("version") if isinstance(value, dict) else None
-        if version != SCHEMA_VERSION:
+        if version not in (_OLDER_VERSION, SCHEMA_VERSION):
             got = shortened(repr(version), 80)
             raise UsageError(
-                f"{source}: version {got}; this megatron-snip reads version {SCHEMA_VERSION}; "
+                f"{source}: version {got}; this megatron-snip reads version {_OLDER_VERSION} or "
+                f"{SCHEMA_VERSION}; "
                 "resume with the megatron-snip that wrote it, or start a new run from its weights "
                 "(Megatron's --finetune) and its last plan (--snip-plan-file)"
             )

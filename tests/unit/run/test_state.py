@@ -3,16 +3,20 @@
 import io
 import json
 import math
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from megatron_snip.config import SnipConfig
+from megatron_snip.divergence.quality_loss import divergence_table, planning_problem
 from megatron_snip.errors import UsageError
+from megatron_snip.files import packed
 from megatron_snip.log import forget_warnings
+from megatron_snip.options import Option
 from megatron_snip.run.guard import GuardState
 from megatron_snip.run.state import (
     RunState,
@@ -22,7 +26,7 @@ from megatron_snip.run.state import (
 )
 from megatron_snip.statistics.records import FormatStatistics, LinearStatistics, StatisticsTable
 from tests.unit.planning.build import plan_of
-from tests.unit.run.build import PLAN, STATE
+from tests.unit.run.build import PENDING, PLAN, STATE
 
 SOLVE = STATE.to_dict()["solve"]
 
@@ -52,6 +56,29 @@ def test_a_number_that_is_not_one_is_null_in_a_checkpoint() -> None:
     assert math.isnan(loaded.linears[0].grad_square)
 
 
+def test_a_state_of_600_linears_is_below_a_megabyte() -> None:
+    """While a plan is pending, with as many different numbers as a run has."""
+    rng = np.random.default_rng(0)
+    names = [f"decoder.layers.{layer}.mlp.linear_fc{k}" for layer in range(300) for k in (1, 2)]
+    table = StatisticsTable(6, 1.5, tuple(_measured(name, rng) for name in names))
+    options = tuple(map(Option.uniform, ("bf16", "fp8", "fp4")))
+    found = divergence_table(table, options, "fp4", SnipConfig(), warn=False)
+    pending = replace(PENDING, problem=planning_problem(found, 0.5))
+    file = io.BytesIO()
+    torch.save(replace(STATE, observations=table, solve=pending).to_dict(), file)
+    assert file.tell() < 1e6
+
+
+def _measured(name: str, rng: np.random.Generator) -> LinearStatistics:
+    def drawn(record: type) -> dict[str, float]:
+        names = [each.name for each in fields(record) if "column" in each.metadata]
+        return dict(zip(names, rng.random(len(names)) + 1.0, strict=True))
+
+    formats = {low: FormatStatistics(**drawn(FormatStatistics)) for low in ("fp8", "fp4")}
+    values: dict[str, Any] = {**drawn(LinearStatistics), "formats": formats}
+    return LinearStatistics(name, 0, 4096, 4096, 2.0**25, **values)
+
+
 def test_earlier_checkpoints_call_the_fallback_good() -> None:
     value = STATE.to_dict()
     value["guard"]["good"] = value["guard"].pop("first_fallback")
@@ -78,7 +105,7 @@ def test_a_guard_that_cannot_be_read_starts_anew(guard: Any, caplog: Any) -> Non
 @pytest.mark.parametrize(
     ("change", "text"),
     [
-        ({"version": 1}, "version 1; this megatron-snip reads version 3; .*--finetune"),
+        ({"version": 1}, "version 1; this megatron-snip reads version 3 or 4; .*--finetune"),
         ({"plan": {}}, "here is damaged: plan: version None"),
         ({"history": [1]}, "here is damaged: history"),
         ({"solve": {"iteration": 1}}, "here is damaged: solve.*; load another checkpoint"),
@@ -88,6 +115,12 @@ def test_a_guard_that_cannot_be_read_starts_anew(guard: Any, caplog: Any) -> Non
         ({"history": [[9, "0"]]}, "history 9 is not among the 7"),
         ({"solve": {**SOLVE, "iteration": 10**9}}, "solve.iteration 1000000000 is not among"),
         ({"solve": {**SOLVE, "apply_at": 6}}, "solve.apply_at 6 is not after solve.iteration 6"),
+        ({"observations": "?"}, "here is damaged: not JSON in zlib in base64"),
+        (
+            {"observations": packed({})[:12]},
+            "here is damaged: not JSON in zlib.*: it is cut",
+        ),
+        ({"observations": packed([1])}, "here is damaged: statistics must hold a JSON object"),
     ],
 )
 def test_damage_is_named(change: dict[str, Any], text: str) -> None:
