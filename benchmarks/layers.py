@@ -33,6 +33,7 @@ os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
 os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
 
 from benchmarks.machine import has_gpu, write_result
+from megatron_snip.linears.runtime import MicrobatchTokens
 
 if has_gpu():
     os.environ.setdefault("SNIP_TE_REAL", "1")  # tests.models builds on the GPU
@@ -99,7 +100,7 @@ class Job:
         self.model = models.build(num_layers=num_layers, **shape, **way.changes)
         if way.option is not None:
             tokens = models.SEQUENCE * models.BATCH
-            models.planned(self.model, way.option, microbatch_tokens=tokens)
+            models.planned(self.model, way.option, tokens=MicrobatchTokens(tokens))
         self.losses: list[float] = []
         self.iterate()
         self.model.zero_grad(set_to_none=True)

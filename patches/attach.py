@@ -25,6 +25,7 @@ from megatron_snip.patches.incompatible import check_modules, running_settings
 from megatron_snip.patches.registry import Package, Session
 
 if TYPE_CHECKING:  # without --snip a run imports neither planning nor reporting
+    from megatron_snip.linears.runtime import MicrobatchTokens
     from megatron_snip.reporting.events import Writer
     from megatron_snip.run.state import RunState
     from megatron_snip.topology import Topology
@@ -95,7 +96,6 @@ def attach(
     session.makes_plans = not config.collect_only
     if warning is not None and topology.rank == 0:
         logger.warning("snip: %s", warning)
-    microbatch_tokens, encoder_tokens = microbatch_tokens_of(args, int(args.micro_batch_size))
     writers, run_id = make_writers(config, args, topology, loggers, state)
     session.controller = SnipController(
         config,
@@ -106,9 +106,7 @@ def attach(
         state=state,
         run_id=run_id,
         topology=topology,
-        microbatch_tokens=microbatch_tokens,
-        encoder_tokens=encoder_tokens,
-        evaluation_tokens=microbatch_tokens_of(args, evaluation_samples_of(args)),
+        tokens=tokens_of(args),
         calibration_cache=run_directory_of(config, args) / "calibration.json",
         train_iters=getattr(args, "train_iters", None),
         num_done=num_done,
@@ -128,33 +126,28 @@ def attach(
         )
 
 
-def evaluation_samples_of(args: Any) -> int:
-    """Return what the samples in every microbatch of evaluations are a multiple of.
-
-    Args:
-        args: Megatron's settings. `eval_micro_batch_size` is Megatron-LM's from 0.18 on, and
-            Megatron-Bridge's. With `full_validation` one sample at a time is read.
-    """
-    if getattr(args, "full_validation", False):
-        return 1
-    return int(getattr(args, "eval_micro_batch_size", None) or args.micro_batch_size)
-
-
-def microbatch_tokens_of(args: Any, samples: int) -> tuple[int | None, int | None]:
-    """Return the tokens of a microbatch that a language model and an encoder of it read.
-
-    Both are None if sequences vary in length.
+def tokens_of(args: Any) -> MicrobatchTokens:
+    """Return the tokens of a job's microbatches.
 
     Args:
         args: Megatron's settings.
-        samples: sequences of the microbatch.
     """
+    from megatron_snip.linears.runtime import UNKNOWN_TOKENS, MicrobatchTokens
+
     if getattr(args, "variable_seq_lengths", False):
-        return None, None
+        return UNKNOWN_TOKENS
     length = int(args.seq_length)
     # Set for a T5, and by pretrain_vlm.py: there `seq_length` is the number of image tokens.
     decoder_length = int(getattr(args, "decoder_seq_length", None) or length)
-    return samples * decoder_length, samples * length
+    samples = int(args.micro_batch_size)
+    # Megatron-LM's from 0.18 on, and Megatron-Bridge's.
+    in_evaluation = int(getattr(args, "eval_micro_batch_size", None) or samples)
+    if getattr(args, "full_validation", False):
+        in_evaluation = 1  # one sample at a time is read
+    evaluation = None
+    if in_evaluation != samples:
+        evaluation = MicrobatchTokens(in_evaluation * decoder_length, in_evaluation * length)
+    return MicrobatchTokens(samples * decoder_length, samples * length, evaluation)
 
 
 def make_writers(

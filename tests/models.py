@@ -26,6 +26,7 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 from megatron_snip.config import SnipConfig
 from megatron_snip.linears.auto_formats import resolve_formats
 from megatron_snip.linears.model import PlannedModel
+from megatron_snip.linears.runtime import MicrobatchTokens
 from megatron_snip.options import Option
 from megatron_snip.run.plans import RunPlans
 from megatron_snip.run.step import TrainingStep
@@ -226,7 +227,7 @@ def resolved(model: Any, **settings: Any) -> SnipConfig:
 def run_plans(model: Any, tokens: int | None = None, **settings: Any) -> RunPlans:
     """The plans of a run of one rank on a model."""
     config = SnipConfig(**settings)
-    under = PlannedModel([model], Topology(), 7, config.backend, tokens)
+    under = PlannedModel([model], Topology(), 7, config.backend, MicrobatchTokens(tokens))
     return RunPlans(config, under, train_iters=None, calibration_cache=None)
 
 

@@ -16,7 +16,7 @@ from megatron_snip.linears.discovery import find_linears, own_linears
 from megatron_snip.linears.job import Job, job_of
 from megatron_snip.linears.megatron_linear import SimulatedMegatronLinear
 from megatron_snip.linears.planned_linear import PlannedLinear, PlannedTELinear
-from megatron_snip.linears.runtime import Runtime
+from megatron_snip.linears.runtime import UNKNOWN_TOKENS, MicrobatchTokens, Runtime
 from megatron_snip.linears.te.fresh_weights import FreshWeights
 from megatron_snip.linears.te.fused_mlp import FusedMLP, fused_linears, fused_mlps
 from megatron_snip.linears.te.gathered_weights import GatheredWeights, gather_weights
@@ -56,8 +56,7 @@ class PlannedModel:
         topology: Topology,
         seed: int,
         backend: Backend = "auto",
-        microbatch_tokens: int | None = None,
-        encoder_tokens: int | None = None,
+        tokens: MicrobatchTokens = UNKNOWN_TOKENS,
     ) -> None:
         """All ranks: find the linears and agree on their global order.
 
@@ -66,7 +65,7 @@ class PlannedModel:
                 cannot run them.
         """
         self.chunks = list(model)
-        self.runtime = Runtime(topology, seed, microbatch_tokens, encoder_tokens)
+        self.runtime = Runtime(topology, seed, tokens)
         self.changes: Counter[str] = Counter()
         self._options: Mapping[str, Option] = {}
         # (recipe, backend, weight storage) by linear and option; the same on all ranks.
@@ -88,7 +87,7 @@ class PlannedModel:
         if any(rank["has_te"] for rank in facts) and not has_te:
             # A pipeline stage without layers: its settings and records are those of the others.
             machine = this_machine(True, self.config)
-        varies = self.runtime.microbatch_tokens is None
+        varies = tokens.read is None
         self.job: Job = job_of(facts, topology.num_stages, len(self.chunks), machine, varies)
 
     @property
@@ -99,7 +98,7 @@ class PlannedModel:
     @property
     def microbatch_tokens(self) -> int | None:
         """Tokens of a microbatch, over all ranks; None if they vary, or differ between linears."""
-        tokens = {self.runtime.tokens_of(linear.name) for linear in self.job.linears}
+        tokens = {self.runtime.tokens.of_linear(linear.name) for linear in self.job.linears}
         return tokens.pop() if len(tokens) == 1 else None
 
     def install(self) -> None:
@@ -214,7 +213,7 @@ class PlannedModel:
         Args:
             options: what any linear may run, the same on all ranks. Empty: what each runs now.
         """
-        if self.runtime.evaluation_tokens is None:
+        if self.runtime.tokens.evaluation is None:
             return []
         own = set()
         for linear in self.linears:

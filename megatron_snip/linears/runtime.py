@@ -4,12 +4,43 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Self
 
 from megatron_snip.linears.quantized_linear import WeightCache
 from megatron_snip.quantizers.stochastic import StochasticStream, grad_output_stream
 from megatron_snip.statistics.observer import StepObserver
 from megatron_snip.topology import Placement, Topology
 from megatron_snip.types import split_linear_name
+
+
+@dataclass(frozen=True)
+class MicrobatchTokens:
+    """Tokens of a microbatch, over all ranks that share it.
+
+    Attributes:
+        read: what a language model reads, of a T5 its decoder; None if the number varies or is not
+            known.
+        encoder: what an encoder reads; None if that is the same number.
+        evaluation: the tokens of an evaluation's microbatch; None if they are the same.
+    """
+
+    read: int | None = None
+    encoder: int | None = None
+    evaluation: Self | None = None
+
+    def of_linear(self, name: str) -> int | None:
+        """Return the tokens that enter a linear that is not an expert's, by the linear's name.
+
+        Linears of the encoder of a T5, and the decoder's linears that multiply the encoder's
+        output, have the encoder's tokens.
+        """
+        block, _, module = split_linear_name(name)
+        reads_encoder = block == "encoder" or module == "cross_attention.linear_kv"
+        return self.encoder if reads_encoder and self.encoder is not None else self.read
+
+
+UNKNOWN_TOKENS = MicrobatchTokens()
+"""Of microbatches that vary, or that nothing is known of."""
 
 
 @dataclass(eq=False)
@@ -19,10 +50,7 @@ class Runtime:
     Attributes:
         topology: this rank's place.
         seed: the run's seed.
-        microbatch_tokens: tokens of a microbatch, over all ranks that share it; None if the number
-            varies or is not known. See `tokens_of`.
-        encoder_tokens: those that an encoder reads, if they are others: of a T5.
-        evaluation_tokens: the same two of an evaluation's microbatch; None if they are the same.
+        tokens: of a microbatch.
         iteration: Megatron's iteration, 1-based.
         in_bf16: names of the linears that run in BF16, whatever their option; None: all.
         observer: watches every linear's forward and backward, or None.
@@ -30,30 +58,12 @@ class Runtime:
 
     topology: Topology
     seed: int
-    microbatch_tokens: int | None = None
-    encoder_tokens: int | None = None
-    evaluation_tokens: tuple[int | None, int | None] | None = None
+    tokens: MicrobatchTokens = UNKNOWN_TOKENS
     iteration: int = 0
     in_bf16: frozenset[str] | None = frozenset()
     observer: StepObserver | None = None
     _weights: dict[str, WeightCache] | None = None
     _num_backwards: Counter[str] = field(default_factory=Counter)
-
-    def tokens_of(self, name: str, in_evaluation: bool = False) -> int | None:
-        """Return the tokens of a microbatch that enter a linear that is not an expert's.
-
-        Args:
-            name: name of the linear. Those of the encoder of a T5, and the decoder's linears that
-                multiply the encoder's output, have the encoder's tokens.
-            in_evaluation: whether it is a microbatch of an evaluation.
-        """
-        decoder = self.microbatch_tokens
-        encoder = self.encoder_tokens
-        if in_evaluation and self.evaluation_tokens is not None:
-            decoder, encoder = self.evaluation_tokens
-        block, _, module = split_linear_name(name)
-        reads_encoder = block == "encoder" or module == "cross_attention.linear_kv"
-        return encoder if reads_encoder and encoder is not None else decoder
 
     @contextmanager
     def training_pass(self, iteration: int) -> Iterator[None]:

@@ -28,6 +28,7 @@ from megatron_snip.config import SnipConfig
 from megatron_snip.errors import PlanningError, SnipError
 from megatron_snip.linears.discovery import current_topology
 from megatron_snip.linears.model import PlannedModel
+from megatron_snip.linears.runtime import UNKNOWN_TOKENS, MicrobatchTokens
 from megatron_snip.log import set_iteration
 from megatron_snip.planning.fixed import by_source, summary
 from megatron_snip.planning.plan import (
@@ -113,9 +114,7 @@ class SnipController:
         state: RunState | None = None,
         topology: Topology | None = None,
         solver: SolverProcess | None = None,
-        microbatch_tokens: int | None = None,
-        encoder_tokens: int | None = None,
-        evaluation_tokens: tuple[int | None, int | None] | None = None,
+        tokens: MicrobatchTokens = UNKNOWN_TOKENS,
         calibration_cache: Path | None = None,
         train_iters: int | None = None,
         num_done: int = 0,
@@ -132,9 +131,7 @@ class SnipController:
             state: where to continue (`state()` of the stopped run); None starts a new run.
             topology: this rank's place in the parallel layout; by default Megatron's.
             solver: what solves on rank 0; by default a process of its own.
-            microbatch_tokens: samples of a microbatch times their length; None if they vary.
-            encoder_tokens: the same for the encoder, where it reads another number (a T5).
-            evaluation_tokens: the same two of an evaluation's microbatch; by default the same.
+            tokens: samples of a microbatch times their length; by default they may vary.
             calibration_cache: a file of rank 0 that stores measured seconds for a resumed run.
             train_iters: the last iteration of the run; healing needs it.
             num_done: iterations that the weights were trained for; with a state, its iteration
@@ -152,11 +149,7 @@ class SnipController:
             num_done = state.iteration
         # What the model is, what it can run, and under which settings.
         topology = current_topology() if topology is None else topology
-        self.model = PlannedModel(
-            model, topology, seed, config.backend, microbatch_tokens, encoder_tokens
-        )
-        if evaluation_tokens != (microbatch_tokens, encoder_tokens):
-            self.model.runtime.evaluation_tokens = evaluation_tokens
+        self.model = PlannedModel(model, topology, seed, config.backend, tokens)
         self._plans = RunPlans(config, self.model, train_iters, calibration_cache)
         self.config = self._plans.config
         self._schedule = Schedule.of(self.config)

@@ -27,6 +27,7 @@ from megatron_snip.directory import check_new_run, run_id
 from megatron_snip.divergence.quality_loss import check_divergences
 from megatron_snip.errors import SnipError, UsageError, one_line
 from megatron_snip.files import write_atomic
+from megatron_snip.linears.runtime import MicrobatchTokens
 from megatron_snip.log import warn_once_per_job
 from megatron_snip.output import console
 from megatron_snip.patches import cpu
@@ -285,7 +286,7 @@ def make_hook(state: TrainingState, writers: list[Writer], former: Progress | No
         seed=config.seed,
         writers=writers,
         state=snip,
-        microbatch_tokens=config.micro_batch_size * config.seq_length,
+        tokens=MicrobatchTokens(config.micro_batch_size * config.seq_length),
         train_iters=config.train_iters,
         num_done=done,
     )

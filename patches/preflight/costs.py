@@ -127,7 +127,7 @@ def _tokens(linear: PlannedLinear, model: PlannedModel) -> float:
     of a row-parallel one's, whose features are split. The tokens of experts are split before.
     """
     config = model.config
-    tokens = float(model.runtime.tokens_of(linear.name) or 0)
+    tokens = float(model.runtime.tokens.of_linear(linear.name) or 0)
     tokens /= int(getattr(config, "context_parallel_size", 1))
     of_experts = linear.placements[0].expert is not None
     is_split = of_experts or linear.placements[0].kind == "column"

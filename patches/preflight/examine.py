@@ -23,7 +23,7 @@ from megatron_snip.linears.te.modules import have_te
 from megatron_snip.linears.te.recipe_table import JobPrecision
 from megatron_snip.options import BF16
 from megatron_snip.patches.arguments import PREFIX, settings_in, with_flags_of_the_job
-from megatron_snip.patches.attach import evaluation_samples_of, microbatch_tokens_of
+from megatron_snip.patches.attach import tokens_of
 from megatron_snip.patches.fast_flags import FAST_FLAGS
 from megatron_snip.patches.incompatible import (
     INCOMPATIBLE_FLAGS,
@@ -203,21 +203,13 @@ def _text(error: UsageError) -> str:
 
 def _models(found: Preflight, job: BuiltJob, config: SnipConfig) -> list[PlannedModel] | None:
     """Return the planned linears of each stage, and note them."""
-    args = job.args
-    tokens, encoder = microbatch_tokens_of(args, int(args.micro_batch_size))
+    # Linears of Megatron's own layers stand for Transformer Engine's.
+    backend = "auto" if job.lacks_te and config.backend == "te" else config.backend
+    seed = int(getattr(job.args, "seed", 0))
+    tokens = tokens_of(job.args)
 
     def planned(stage: Stage) -> PlannedModel:
-        model = PlannedModel(
-            stage.chunks,
-            stage.topology,
-            int(getattr(args, "seed", 0)),
-            # Linears of Megatron's own layers stand for Transformer Engine's.
-            "auto" if job.lacks_te and config.backend == "te" else config.backend,
-            tokens,
-            encoder,
-        )
-        model.runtime.evaluation_tokens = microbatch_tokens_of(args, evaluation_samples_of(args))
-        return model
+        return PlannedModel(stage.chunks, stage.topology, seed, backend, tokens)
 
     models: list[PlannedModel] | None = _note(found, lambda: on_all(job.stages, planned))
     if not models:

@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 from megatron_snip.config import SnipConfig
 from megatron_snip.errors import SnipError
+from megatron_snip.linears.runtime import MicrobatchTokens
 from megatron_snip.log import forget_warnings
 from megatron_snip.patches import cpu
 from megatron_snip.planning.plan import PrecisionPlan, write_plan
@@ -199,7 +200,7 @@ class Trainer:
             writers=[*writers, self.events],
             state=state,
             solver=solver,
-            microbatch_tokens=self.config.micro_batch_size * self.config.seq_length,
+            tokens=MicrobatchTokens(self.config.micro_batch_size * self.config.seq_length),
             train_iters=self.config.train_iters,
             num_done=num_done,
         )

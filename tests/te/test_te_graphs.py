@@ -25,6 +25,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_snip.collectives import Control
 from megatron_snip.linears.model import PlannedModel
+from megatron_snip.linears.runtime import MicrobatchTokens
 from megatron_snip.patches import graphs
 from megatron_snip.patches.registry import Registry, Session
 from megatron_snip.statistics.observer import StepObserver
@@ -65,7 +66,7 @@ class Job:
 
     def __init__(self, choice: str, **changes: Any) -> None:
         self.module = build(params_dtype=torch.bfloat16, bf16=True, **changes)
-        self.model: PlannedModel = planned(self.module, choice, microbatch_tokens=32)
+        self.model: PlannedModel = planned(self.module, choice, tokens=MicrobatchTokens(32))
         self.schedule = get_forward_backward_func()
         self.graphed = FullCudaGraphWrapper(self.schedule, cuda_graph_warmup_steps=1)
 

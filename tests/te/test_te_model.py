@@ -16,6 +16,7 @@ from megatron_snip.errors import UnsupportedError
 from megatron_snip.formats import ScaleType
 from megatron_snip.linears.availability import AvailableOptions, available_options
 from megatron_snip.linears.model import PlannedModel
+from megatron_snip.linears.runtime import MicrobatchTokens
 from megatron_snip.linears.te.machine import Machine, this_machine
 from megatron_snip.linears.te.recipe_table import RECIPES
 from megatron_snip.linears.te.refusals import te_refusal
@@ -109,7 +110,7 @@ def test_the_backend_must_fit_the_linears() -> None:
 
 
 def available(model: Any, tokens: int | None = 1024, **settings: Any) -> AvailableOptions:
-    under = PlannedModel([model], Topology(), 0, microbatch_tokens=tokens)
+    under = PlannedModel([model], Topology(), 0, tokens=MicrobatchTokens(tokens))
     return available_options(SnipConfig(**settings), under.job, under.refusals_of)[1]
 
 
@@ -234,7 +235,12 @@ def test_a_plan_file_runs_as_the_machine_can(
     writers = [RunDirectory(tmp_path / "run")]
     with caplog.at_level(logging.WARNING, "megatron_snip"):
         run = SnipController(
-            config, [model], None, writers=writers, topology=Topology(), microbatch_tokens=1024
+            config,
+            [model],
+            None,
+            writers=writers,
+            topology=Topology(),
+            tokens=MicrobatchTokens(1024),
         )
     assert set(map(str, run.plan.linears.values())) == {runs}
     assert len(ours(caplog)) == bool(warning) and warning in caplog.text

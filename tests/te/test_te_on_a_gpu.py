@@ -6,6 +6,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from megatron_snip.linears.runtime import MicrobatchTokens
 from tests import models
 
 ON_GPU = models.DEVICE == "cuda"
@@ -20,7 +21,7 @@ def test_a_switch_to_fp8_and_back_leaves_nothing_behind(
     changes = {**(WIDE if ON_GPU else {}), "num_layers": 1}
     model = models.build(params_dtype=torch.bfloat16, bf16=True, **changes).bfloat16()
     tokens = models.SEQUENCE * models.BATCH
-    under = models.planned(model, microbatch_tokens=tokens)
+    under = models.planned(model, tokens=MicrobatchTokens(tokens))
     found, held = {}, {}
     for label in ("bf16", "fp8", "bf16 again"):
         under.apply(models.assignment(under, label.split()[0]))

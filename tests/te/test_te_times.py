@@ -15,6 +15,7 @@ from megatron_snip.errors import UnsupportedError, UsageError
 from megatron_snip.linears import calibrate
 from megatron_snip.linears.availability import AvailableOptions, available_options
 from megatron_snip.linears.model import PlannedModel
+from megatron_snip.linears.runtime import MicrobatchTokens
 from megatron_snip.linears.timed_options import timed_options
 from megatron_snip.options import Option
 from megatron_snip.planning.calibration import read_calibration
@@ -60,7 +61,7 @@ class Clock:
 
 def timed(cache: Path | None, **settings: Any) -> tuple[PlannedModel, AvailableOptions]:
     config = SnipConfig(cost="time", **{"formats": ("fp8", "fp4"), **settings})
-    model = PlannedModel([build()], Topology(), 0, microbatch_tokens=SEQUENCE * BATCH)
+    model = PlannedModel([build()], Topology(), 0, tokens=MicrobatchTokens(SEQUENCE * BATCH))
     _, available = available_options(config, model.job, model.refusals_of)
     return model, timed_options(available, model, config, cache)
 
@@ -167,7 +168,7 @@ def test_tokens_that_a_recipe_cannot_take_are_found_before_training(
     parts = tensor if parallel else 1
     config = SnipConfig(formats=("bf16", "fp8"))
     for tokens, fits in ((32 * parts, True), (24 * parts, False), (32 * parts + 16, False)):
-        under = PlannedModel([model], Topology(), 0, microbatch_tokens=tokens)
+        under = PlannedModel([model], Topology(), 0, tokens=MicrobatchTokens(tokens))
         assert all((linear.refusal(FP8) is None) == fits for linear in under.linears)
         if not fits:
             with pytest.raises(
@@ -182,7 +183,7 @@ def test_what_is_refused_would_fail(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tests.models.BATCH", 1)
     monkeypatch.setattr("tests.models.SEQUENCE", 24)
     model = build()
-    under = planned(model, "fp8", microbatch_tokens=24)
+    under = planned(model, "fp8", tokens=MicrobatchTokens(24))
     with pytest.raises((AssertionError, RuntimeError, ValueError), match="divisible by"):
         losses(model)
     under.apply(assignment(under, "bf16"))

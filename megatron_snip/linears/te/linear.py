@@ -183,7 +183,7 @@ class RecipeTELinear:
             self._machine,
             self._job_recipe,
             is_expert=self.placements[0].expert is not None,
-            microbatch_tokens=self._runtime.tokens_of(self.name),
+            microbatch_tokens=self._runtime.tokens.of_linear(self.name),
             stored=self.stored,
         )
 
@@ -196,7 +196,8 @@ class RecipeTELinear:
         is_expert = self.placements[0].expert is not None  # Megatron pads an expert's tokens
         if is_expert or self._is_the_jobs(option):
             return None
-        tokens = self._runtime.tokens_of(self.name, in_evaluation=True)
+        of_run = self._runtime.tokens
+        tokens = (of_run.evaluation or of_run).of_linear(self.name)
         return token_refusal(self.module, te_recipe(option, self._machine), tokens)
 
     def install(self) -> None:

@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from megatron_snip.errors import UnsupportedError
 from megatron_snip.formats import get_format
 from megatron_snip.linears.model import PlannedModel
+from megatron_snip.linears.runtime import MicrobatchTokens
 from megatron_snip.options import BF16, Option
 from megatron_snip.statistics.observer import StepObserver
 from megatron_snip.statistics.sample import MeasureSettings
@@ -127,14 +128,14 @@ def test_encoders_are_measured_and_run_their_plan(make_model: MakeModel, kind: s
 
     wanted = loss()
     decoder_tokens = 32 if kind == "bert" else 16
-    model = PlannedModel([built], Topology(), 0, "auto", decoder_tokens, encoder_tokens=32)
+    model = PlannedModel([built], Topology(), 0, "auto", MicrobatchTokens(decoder_tokens, 32))
     read = {}
     for linear in model.linears:
         linear.module.register_forward_pre_hook(
             lambda module, inputs, name=linear.name: read.update({name: inputs[0][..., 0].numel()})
         )
     loss()
-    assert read == {name: model.runtime.tokens_of(name) for name in read}
+    assert read == {name: model.runtime.tokens.of_linear(name) for name in read}
     assert set(read.values()) == {decoder_tokens, 32}
     assert model.microbatch_tokens == (32 if kind == "bert" else None)
     model.install()
