@@ -181,13 +181,13 @@ def make_writers(
     # What one rank uses is imported there: 16,384 ranks read modules from one file system.
     def open_files() -> str:
         from megatron_snip.directory import run_id
-        from megatron_snip.reporting.opening import open_run
+        from megatron_snip.reporting.opening import is_directory_of, open_run
 
         megatron = {k: v for k, v in sorted(vars(args).items()) if type(v) in _YAML_TYPES}
         settings = {"snip": dump, "megatron": megatron}
         path = run_directory_of(config, args)
-        stopped = None if state is None else (state.run_id, state.history)
-        files = open_run(path, settings, stopped)
+        continues = state is not None and is_directory_of(path, state.run_id, state.history)
+        files = open_run(path, settings, continues)
         writers.append(files)
         # Not later: measured times (`calibration.json`) of an earlier run would be read.
         files.begin()

@@ -29,14 +29,11 @@ OldRun = Literal["archive", "delete", "refuse"]
 """What becomes of the files of another run: they move to a folder `previous-N`, they are deleted,
 or they are an error."""
 
-Stopped = tuple[str, Sequence[tuple[int, str]]]
-"""The run that a checkpoint continues: what identifies it, and its `RunState.history`."""
-
 
 def open_run(
     path: Path,
     settings: dict[str, Any],
-    stopped: Stopped | None = None,
+    continues: bool = False,
     old_run: OldRun = "archive",
 ) -> RunDirectory:
     """Rank 0: take a run's directory until it is closed. Its files change when the run begins.
@@ -44,7 +41,7 @@ def open_run(
     Args:
         path: need not exist.
         settings: the content of config.yaml.
-        stopped: the run that this one continues; its files stay if they are here. None: a new run.
+        continues: whether this run continues the one in the directory, whose files then stay.
         old_run: what becomes of the files of another run, when this one begins
             (`RunDirectory.begin`); files that SNIP did not write stay.
 
@@ -53,7 +50,6 @@ def open_run(
             itself reads a file that it would delete or move.
         OSError: if the directory cannot be written.
     """
-    continues = stopped is not None and _is_of(path, *stopped)
     lease = take_lease(path, continues)
     try:
         check_new_run(path, overwrite=continues or old_run != "refuse")
@@ -80,7 +76,7 @@ def open_run(
     return directory
 
 
-def _is_of(path: Path, identity: str, history: Sequence[tuple[int, str]]) -> bool:
+def is_directory_of(path: Path, identity: str, history: Sequence[tuple[int, str]] = ()) -> bool:
     """Return whether a directory is that of the run of a checkpoint.
 
     Args:

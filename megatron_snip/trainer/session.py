@@ -36,7 +36,7 @@ from megatron_snip.planning.plan import read_plan
 from megatron_snip.planning.policies import get_policy
 from megatron_snip.reporting.events import Event, Metrics, Writer
 from megatron_snip.reporting.lessons import lessons
-from megatron_snip.reporting.opening import OldRun, Stopped, open_run
+from megatron_snip.reporting.opening import OldRun, is_directory_of, open_run
 from megatron_snip.reporting.run_directory import RunDirectory
 from megatron_snip.reporting.run_record import read_run
 from megatron_snip.reporting.writers import WandbWriter, added_writers, start_wandb
@@ -208,13 +208,14 @@ def run_directory(
             another run.
     """
     directory: RunDirectory | None = None
-    stopped: Stopped | None = None if former is None else (former.run_id, ())
 
     def prepare() -> None:
         nonlocal directory
+        path = config.run_dir
         settings = config.model_dump(mode="json")
         try:
-            directory = open_run(config.run_dir, settings, stopped, _old_run(config, former))
+            continues = former is not None and is_directory_of(path, former.run_id)
+            directory = open_run(path, settings, continues, _old_run(config, former))
         except OSError as error:
             raise UsageError(str(error)) from None
 

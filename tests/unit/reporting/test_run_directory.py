@@ -23,7 +23,7 @@ from megatron_snip.planning.problem import read_problem
 from megatron_snip.reporting import run_directory
 from megatron_snip.reporting.events import Event, Metrics, Notice, Reporter, Settings
 from megatron_snip.reporting.metrics_file import MetricsWriter, drop_damaged_lines, read_metrics
-from megatron_snip.reporting.opening import OldRun, Stopped, open_run
+from megatron_snip.reporting.opening import OldRun, is_directory_of, open_run
 from megatron_snip.reporting.report import read_reference
 from megatron_snip.reporting.run_directory import RunDirectory
 from megatron_snip.reporting.run_record import read_run
@@ -41,11 +41,6 @@ from tests.unit.reporting.runs import (
 SHAPE = Shape(config(), backend="simulate")
 MEASURED = measurement_at(SHAPE, 30)
 PLAN = plan_from(SHAPE, MEASURED)
-
-
-def run_in(path: Path) -> Stopped:
-    """The stopped run of a directory, as its checkpoint names it."""
-    return run_id(path), ()
 
 
 def rows(path: Path) -> list[dict[str, Any]]:
@@ -93,7 +88,7 @@ def test_a_run_that_continues_keeps_every_file_and_row(tmp_path: Path) -> None:
     mark_new_run(tmp_path)
     before = {p: p.read_bytes() for p in tmp_path.rglob("*.json*") if p.name != "versions.json"}
     assert len(before) > 8
-    run = open_run(tmp_path, {}, run_in(tmp_path))
+    run = open_run(tmp_path, {}, continues=True)
     run.begin()
     run.close()
     assert {path: path.read_bytes() for path in before} == before
@@ -177,7 +172,7 @@ def test_a_row_that_a_crash_has_lost_is_written_again(tmp_path: Path) -> None:
     metrics = tmp_path / "metrics.jsonl"
     first = metrics.read_text().splitlines(keepends=True)[0]
     metrics.write_text(first + "\0" * 40)
-    run = open_run(tmp_path, {}, run_in(tmp_path))
+    run = open_run(tmp_path, {}, continues=True)
     run.write(Event(42, applied(SHAPE, PLAN, num_changed=0, resumed=True)))
     run.write(Event(43, Metrics({})))
     run.close()
@@ -246,21 +241,21 @@ def test_a_run_is_opened_under_its_lock_and_the_old_runs_files_are_treated_as_as
 ) -> None:
     """None: the run continues."""
     mark_new_run(tmp_path)
-    stopped = run_in(tmp_path) if old_run is None else None
+    assert is_directory_of(tmp_path, run_id(tmp_path)) and not is_directory_of(tmp_path, "another")
     for name in ("metrics.jsonl", "mine.txt"):
         (tmp_path / name).write_text("")
     if old_run == "refuse":
         with pytest.raises(UsageError, match="holds another run"):
-            open_run(tmp_path, {}, stopped, old_run)
+            open_run(tmp_path, {}, False, old_run)
     else:
-        run = open_run(tmp_path, {"seed": 1}, stopped, old_run or "refuse")
+        run = open_run(tmp_path, {"seed": 1}, old_run is None, old_run or "refuse")
         run.begin()
         left |= {"config.yaml", "versions.json"}
         with (
             ProcessPoolExecutor(1, get_context("fork")) as other,
             pytest.raises(UsageError, match="is in use by"),
         ):
-            other.submit(open_run, tmp_path, {"seed": 2}, None, "delete").result()
+            other.submit(open_run, tmp_path, {"seed": 2}, False, "delete").result()
         assert yaml.safe_load((tmp_path / "config.yaml").read_text()) == {"seed": 1}
         run.close()
     found = {str(p.relative_to(tmp_path)) for p in tmp_path.rglob("*") if p.is_file()}
@@ -275,11 +270,10 @@ def test_a_run_that_ends_before_it_begins_leaves_the_run_before_as_it_was(
     write_run(tmp_path, SHAPE)
     mark_new_run(tmp_path)
     before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
-    stopped = run_in(tmp_path) if old_run is None else None
-    open_run(tmp_path, {"seed": 1}, stopped, old_run or "refuse").close()
+    open_run(tmp_path, {"seed": 1}, old_run is None, old_run or "refuse").close()
     assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
     first = run_id(tmp_path)
-    run = open_run(tmp_path, {"seed": 1}, stopped, old_run or "refuse")
+    run = open_run(tmp_path, {"seed": 1}, old_run is None, old_run or "refuse")
     run.write(Event(6, Metrics({"loss": 2.0})))
     run.close()
     assert rows(tmp_path)[-1]["iteration"] == 6
@@ -297,10 +291,10 @@ def test_a_plan_file_is_not_moved_or_deleted_before_it_is_read(
     before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
     plan_file = str(tmp_path / "health" / ".." / "plans" / "11.json")
     with pytest.raises(UsageError, match=r"11\.json' is a file of an earlier run") as caught:
-        open_run(tmp_path, {"snip": {"plan_file": plan_file}}, None, old_run)
+        open_run(tmp_path, {"snip": {"plan_file": plan_file}}, False, old_run)
     assert caught.value.field == "plan_file"
     assert {path: path.read_bytes() for path in before} == before
-    open_run(tmp_path, {"snip": {"plan_file": plan_file}}, run_in(tmp_path)).close()
+    open_run(tmp_path, {"snip": {"plan_file": plan_file}}, continues=True).close()
 
 
 def test_a_resumed_run_drops_what_a_crash_has_damaged_and_no_row(tmp_path: Path) -> None:
@@ -541,7 +535,7 @@ def test_a_disk_that_is_full_at_any_moment_leaves_a_run_that_can_be_read_and_con
     for limit in limits:
         path = tmp_path / str(limit)
         assert not list(path.rglob("*.tmp"))
-        run = open_run(path, settings, run_in(path))
+        run = open_run(path, settings, continues=True)
         run.write(Event(40, Metrics({"loss": 1.0})))
         run.close()
         counts.append(len(read_run(path).metrics.rows) - 1)
