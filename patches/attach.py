@@ -68,7 +68,8 @@ def attach(
 
     from megatron_snip.linears.discovery import current_topology
     from megatron_snip.patches.graphs import Graphs
-    from megatron_snip.planning.plan import shares_text
+    from megatron_snip.patches.metrics import StepMetrics
+    from megatron_snip.planning.plan import format_shares, shares_text
     from megatron_snip.reporting.background import in_background
     from megatron_snip.run.controller import SnipController
     from megatron_snip.run.state import resumed_state
@@ -111,18 +112,20 @@ def attach(
         train_iters=getattr(args, "train_iters", None),
         num_done=num_done,
     )
+    session.metrics = StepMetrics(topology)
     session.graphs = Graphs(session.controller.model)
     if topology.rank == 0:
         releases = ", ".join(package.release for package in packages)
         logger.info("snip: found the functions that it needs in %s", releases)
         plan = session.controller.plan
+        shares = format_shares(plan.linears, session.controller.model.job.stage_and_flops)
         verb = "starts with" if state is None else f"resumes after iteration {state.iteration} with"
         logger.info(
             "snip: plans %d linears; training %s %s: %s",
             len(plan.linears),
             verb,
             plan.label,
-            shares_text(session.controller.format_shares),
+            shares_text(shares),
         )
 
 

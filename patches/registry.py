@@ -33,6 +33,7 @@ from megatron_snip.log import warn_once_per_job
 if TYPE_CHECKING:  # the controller imports Megatron; without --snip nothing needs it
     from megatron_snip.config import SnipConfig
     from megatron_snip.patches.graphs import Graphs
+    from megatron_snip.patches.metrics import StepMetrics
     from megatron_snip.run.controller import SnipController
 
 logger = logging.getLogger(__name__)
@@ -110,6 +111,7 @@ class Session:
         evaluating: what runs Megatron's forward-backward function within an evaluation; None
             outside of one.
         evaluates_test_set: whether an evaluation of the test set runs.
+        metrics: collects the metrics of an iteration; None without a controller.
         graphs: CUDA graphs and the plans under which they were captured; None without a controller.
         graph_helpers: Megatron's objects that capture layers in CUDA graphs, each with the
             arguments of its constructor, from which it is made again.
@@ -128,6 +130,7 @@ class Session:
     loaded_state: dict[str, Any] | None = None
     evaluating: Callable[..., Any] | None = None
     evaluates_test_set: bool = False
+    metrics: StepMetrics | None = None
     graphs: Graphs | None = None
     graph_helpers: dict[Any, dict[str, Any]] = field(default_factory=dict)
     is_over: bool = False
@@ -137,6 +140,7 @@ class Session:
         controller = self.controller
         self.controller = None
         self.loaded_state = None
+        self.metrics = None
         self.graphs = None
         self.graph_helpers.clear()
         if controller is not None:

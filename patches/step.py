@@ -24,7 +24,8 @@ def run_step(call: Call, session: Session, iteration: int) -> Any:
     """
     controller = session.controller
     graphs = session.graphs
-    if controller is None or graphs is None:
+    metrics = session.metrics
+    if controller is None or graphs is None or metrics is None:
         return call.run()
     graphs.was_slow = False
     graphs.capture_again(session.graph_helpers)
@@ -35,7 +36,7 @@ def run_step(call: Call, session: Session, iteration: int) -> Any:
     begin = time.perf_counter()
     result = call.run()
     seconds = 0.0 if graphs.was_slow else time.perf_counter() - begin
-    controller.metrics.trained(seconds, losses=result[0], grad_norm=result[5])
+    metrics.trained(seconds, losses=result[0], grad_norm=result[5])
     return result
 
 
@@ -52,11 +53,12 @@ def end_step(
         log_interval: iterations between two that the loop logs.
     """
     controller = session.controller
-    if controller is None:
+    metrics = session.metrics
+    if controller is None or metrics is None:
         return
     from megatron.core.num_microbatches_calculator import get_current_global_batch_size
 
-    values = controller.metrics.finish(
+    values = metrics.finish(
         lr=learning_rate(optimizer),
         tokens=get_current_global_batch_size() * seq_length,
         log_losses=iteration % log_interval == 0,
@@ -70,7 +72,8 @@ def run_evaluation(call: Call, session: Session, of_test_set: bool) -> Any:
     Item 0 of its result are the losses.
     """
     controller = session.controller
-    if controller is None:
+    metrics = session.metrics
+    if controller is None or metrics is None:
         return call.run()
     name = controller.evaluations.next_name(of_test_set)
     with controller.evaluation(name) as session.evaluating:
@@ -78,8 +81,9 @@ def run_evaluation(call: Call, session: Session, of_test_set: bool) -> Any:
             result = call.run()
         finally:
             session.evaluating = None
-    controller.metrics.evaluated(result[0], name)
-    controller.end_evaluation()
+    metrics.evaluated(result[0], name)
+    if not controller.evaluations.iteration_is_open:
+        controller.end_evaluation(metrics.finish(lr=None, tokens=0, log_losses=False))
     return result
 
 

@@ -18,5 +18,4 @@ step          the forward-backward call itself: its data, loss and gradients
 step_times    the mean time of baseline steps under a plan
 evaluation    how evaluations are called, in which precision they run, what the plan costs them
 alerts        linears beyond the thresholds of `--snip-alert`
-metrics       one iteration's loss, gradient norm, learning rate and speed
 """

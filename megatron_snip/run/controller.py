@@ -14,12 +14,12 @@ If measuring, planning or applying fails on one rank, all ranks keep the current
 and rank 0 warns. A new plan that makes the loss jump or NaN is reverted (guard.py).
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -52,7 +52,6 @@ from megatron_snip.run.alerts import new_alerts
 from megatron_snip.run.evaluation import Evaluations
 from megatron_snip.run.guard import Guard, Outcome
 from megatron_snip.run.healing import begins_below_noise
-from megatron_snip.run.metrics import StepMetrics
 from megatron_snip.run.observation import MIN_OPTIMIZER_STEPS, Observations, Refresh
 from megatron_snip.run.plans import FirstPlan, PlanSource, RunPlans
 from megatron_snip.run.replanning import (
@@ -61,7 +60,7 @@ from megatron_snip.run.replanning import (
     with_problem,
     without_problem,
 )
-from megatron_snip.run.schedule import Schedule, ScheduleState
+from megatron_snip.run.schedule import ScheduleState
 from megatron_snip.run.solve import PendingProblem, Solver
 from megatron_snip.run.start import differences, first_change, first_state, measures_nothing
 from megatron_snip.run.state import RunState, state_of_model
@@ -72,13 +71,6 @@ from megatron_snip.topology import Topology
 
 NUM_WATCHED = 10
 """Linears that dashboards have series of."""
-
-
-class _Begun(NamedTuple):
-    """The iteration that began last, and the state before it."""
-
-    iteration: int
-    state: RunState
 
 
 class SnipController:
@@ -97,7 +89,6 @@ class SnipController:
     Attributes:
         config: the settings, with the formats that `auto` means here.
         model: the planned linears.
-        metrics: collects an iteration's metrics; for training loops that do not collect their own.
         evaluations: names the evaluations, and decides in which precision they run. With
             `--snip-eval-precision both` or `groups` it keeps the loss increase of each evaluation
             until an iteration's metrics are reported.
@@ -152,12 +143,9 @@ class SnipController:
         self.model = PlannedModel(model, topology, seed, config.backend, tokens)
         self._plans = RunPlans(config, self.model, train_iters, calibration_cache)
         self.config = self._plans.config
-        self._schedule = Schedule.of(self.config)
-        # A plan that never changes is not judged.
-        is_guarded = self.config.guard and self._schedule.changes_plans
+        self._schedule = self._plans.schedule
 
         # What follows may warn through the reporter. What was found above is reported here.
-        self.metrics = StepMetrics(topology)
         self._control = topology.control
         self._reporter = Reporter(writers, logs=topology.rank == 0)
         for text in self._plans.available.warnings:
@@ -188,7 +176,7 @@ class SnipController:
             lambda plan: self._observations.loss_divergence(self._state.observations, plan),
             num_done,
         )
-        if measures_nothing(self.config, self._schedule, train_iters):
+        if measures_nothing(self._plans):
             self._reporter.warn(
                 f"nothing will be measured: --snip-start-step is {self.config.start_step}, and the "
                 f"run has {train_iters} iterations"
@@ -198,10 +186,10 @@ class SnipController:
 
         # The plan that the run starts with, and the rest of a stopped run's state.
         first = self._plans.first_plan(state, seed, num_done)
-        self._state = first_state(
-            run_id, state, first, num_done, self._plans, self._schedule, is_guarded
-        )
-        self._begun: _Begun | None = None
+        self._state = first_state(run_id, state, first, num_done, self._plans)
+        # The iteration that began last, and the state before it. Iterations are counted from 1.
+        self._begun = 0
+        self._before = self._state
         # The loss of the last iteration that was not judged, on its way from the device.
         self._loss: StepLoss | None = None
         self._step_times = StepTimes()
@@ -222,11 +210,6 @@ class SnipController:
     def history(self) -> Sequence[tuple[int, str]]:
         """(first iteration under it, digest) of each plan after the run's first one, in order."""
         return self._state.history
-
-    @property
-    def format_shares(self) -> dict[str, float]:
-        """Share of the linears' FLOPs in each format under the current plan."""
-        return format_shares(self.plan.linears, self.model.job.stage_and_flops)
 
     def forward_backward(self, iteration: int, function: ForwardBackward, **kwargs: Any) -> Results:
         """All ranks: run an iteration's forward-backward under the plan; measure it if that is due.
@@ -260,11 +243,12 @@ class SnipController:
         is_judged = state.guard is not None and state.guard.is_judging
         has_extra_run = measures and bool(self.model.job.ties)
         step = TrainingStep(function, kwargs, may_repeat=is_judged or has_extra_run)
+        run = partial(self._guard.run, iteration, step, state.plan, state.guard)
         if not measures:
-            outcome = self._guard.run(iteration, step, state.plan, state.guard)
+            outcome = run()
             state = self._after_step(state, iteration, outcome)
         else:
-            outcome, refresh = self._run_measured(state, iteration, step)
+            outcome, refresh = self._observations.run(iteration, step, run)
             state = self._after_step(state, iteration, outcome)
             state = self._after_refresh(state, iteration, refresh)
         if measures or outcome.was_judged or is_repeated:
@@ -305,18 +289,20 @@ class SnipController:
         self.model.gather_weights(self._optimizer)
         return self.evaluations.running(name, self.plan)
 
-    def end_evaluation(self) -> None:
-        """All ranks, after an evaluation in Megatron's loop: report it if no iteration will.
+    def end_evaluation(self, metrics: Mapping[str, Any] | None = None) -> None:
+        """All ranks, after an evaluation: report it if no iteration will.
 
         What evaluations after the last iteration find is added to that iteration's metrics. A
         process that has not trained (`--skip-train`) has no such metrics, and only logs.
+
+        Args:
+            metrics: values by name, such as the evaluation's loss.
         """
         if self.evaluations.iteration_is_open:
             return
-        metrics = self.metrics.finish(lr=None, tokens=0, log_losses=False)
-        metrics |= self.evaluations.take_metrics()
+        values = {**(metrics or {}), **self.evaluations.take_metrics()}
         if self._has_trained:
-            added = Metrics(metrics, is_addition=True)
+            added = Metrics(values, is_addition=True)
             self._reporter.write(Event(self.evaluations.iteration, added))
 
     def state(self, iteration: int) -> RunState:
@@ -328,8 +314,8 @@ class SnipController:
         Args:
             iteration: the last iteration done; or i - 1, if Megatron gave up iteration i.
         """
-        is_given_up = self._begun is not None and self._begun.iteration == iteration + 1
-        state = self._begun.state if self._begun is not None and is_given_up else self._state
+        is_given_up = iteration == self._begun - 1
+        state = self._before if is_given_up else self._state
         # A resumed run reads what this run wrote up to here.
         self._reporter.flush()
         return replace(
@@ -357,7 +343,7 @@ class SnipController:
         self.model.apply_together(lambda: self.plan)
         for text in self._resolved(self._state.iteration + 1, self.plan).summary():
             self._reporter.log(text)
-        change = first_change(self._state, stopped, self._plans, self._schedule)
+        change = first_change(self._state, stopped, self._plans)
         if change is not None:
             num_changed, is_resumed = change
             first_iteration = self._state.iteration + 1
@@ -391,13 +377,13 @@ class SnipController:
 
     def _state_before(self, iteration: int) -> tuple[RunState, bool]:
         """All ranks: return the state before an iteration, and whether Megatron repeats it."""
-        if self._begun is not None and self._begun.iteration == iteration:
+        if iteration == self._begun:
             self._loss = None  # that of the attempt that is repeated
-            state = self._begun.state
-            self.model.apply(state.plan.linears)
-            return state, True
+            self.model.apply(self._before.plan.linears)
+            return self._before, True
         self._read_loss()
-        self._begun = _Begun(iteration, self._state)
+        self._begun = iteration
+        self._before = self._state
         return self._state, False
 
     def _read_loss(self) -> None:
@@ -469,7 +455,7 @@ class SnipController:
         def suffices() -> bool:
             return self._observations.suffice(state.observations)
 
-        target = target_to_plan_for(state, iteration, self._plans, self._schedule, suffices)
+        target = target_to_plan_for(state, iteration, self._plans, suffices)
         if target is None:
             return state
         try:
@@ -478,18 +464,6 @@ class SnipController:
         except SnipError as failure:
             self._keep_plan(state, iteration, failure)
             return replace(state, target=target)  # this target is not tried again
-
-    def _run_measured(
-        self, state: RunState, iteration: int, step: TrainingStep
-    ) -> tuple[Outcome, Refresh]:
-        """All ranks: run a step that is measured; return how it ended and what was measured."""
-        observation = self._observations.begin(iteration)
-        if isinstance(observation, Refresh):  # it failed: the step runs all the same
-            return self._guard.run(iteration, step, state.plan, state.guard), observation
-        self._observations.observe_unfused(observation, iteration, step)
-        with self._observations.observing_step(observation):
-            outcome = self._guard.run(iteration, step, state.plan, state.guard)
-        return outcome, self._observations.end(observation, step, outcome)
 
     def _after_step(self, state: RunState, iteration: int, outcome: Outcome) -> RunState:
         """All ranks: report a spike; if the guard chose the fallback, make it the current plan."""

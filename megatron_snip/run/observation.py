@@ -1,17 +1,14 @@
 """Observing: from training iterations to statistics, divergences and a planning problem.
 
-begin          the sensitivities of the linears' weights are gathered
-observing_step their forward and backward are observed while the iteration runs; with fused MLPs in
-               an additional, unfused run before it (`observe_unfused`)
-end            all-reduces over ranks
+run            a measured iteration: the sensitivities of the linears' weights are gathered, their
+               forward and backward are observed while it runs, and ranks add up what they saw
 mean_with      the running mean of the statistics, with what was measured
 measurement    statistics -> divergences -> planning problem
 """
 
 import logging
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -30,7 +27,6 @@ from megatron_snip.formats import lowest_precision
 from megatron_snip.linears.availability import AvailableOptions
 from megatron_snip.linears.model import PlannedModel
 from megatron_snip.linears.moe_dispatch import ExpertDispatch
-from megatron_snip.linears.runtime import Runtime
 from megatron_snip.linears.snapshot import TrainingStateSnapshot
 from megatron_snip.planning.plan import PrecisionPlan
 from megatron_snip.reporting.events import Measurement
@@ -47,7 +43,6 @@ from megatron_snip.statistics.optimizer_state import steps_of_moments
 from megatron_snip.statistics.records import StatisticsTable, running_mean
 from megatron_snip.statistics.sample import MeasureSettings
 from megatron_snip.statistics.sensitivity import (
-    Sensitivity,
     ShardSums,
     gather_sensitivities,
     own_sums,
@@ -59,31 +54,6 @@ logger = logging.getLogger(__name__)
 
 MIN_OPTIMIZER_STEPS = 10
 """Statistics use AdamW's second moment, which means little after fewer steps."""
-
-
-@dataclass(frozen=True)
-class ObservedStep:
-    """One iteration that measures the linears.
-
-    Attributes:
-        observer: what the linears call in their forward and backward.
-        weights: this rank's weights of the linears.
-        sensitivities: how strongly the optimizer's update reacts to each weight's gradient.
-        runtime: what the linears share.
-        dispatch: counts which data rank sent which rows to an expert.
-    """
-
-    observer: StepObserver
-    weights: Mapping[Placement, torch.nn.Parameter]
-    sensitivities: Mapping[Placement, Sensitivity]
-    runtime: Runtime
-    dispatch: ExpertDispatch
-
-    @contextmanager
-    def observing(self) -> Iterator[None]:
-        """Observe the linears inside the block. Only fused MLPs change: they run unfused."""
-        with self.dispatch.counting(), self.runtime.observed_by(self.observer):
-            yield
 
 
 @dataclass(frozen=True)
@@ -132,13 +102,13 @@ class Observations:
         self._optimizer = optimizer
         self._topology = model.runtime.topology
         self._dispatch = ExpertDispatch(model.chunks, self._topology)
-        # What `may_begin` read for the `begin` that follows it, or why it failed.
+        # What `may_begin` read for the `run` that follows it, or why it failed.
         self._read: dict[Placement, ShardSums] | RemoteFailure | None = None
 
     def may_begin(self) -> bool:
         """All ranks: whether AdamW's moments have seen enough steps on every rank.
 
-        The sums over the moments, which `begin` needs, are made as well: it is one exchange. If
+        The sums over the moments, which `run` needs, are made as well: it is one exchange. If
         that fails on a rank, the refresh begins, and fails.
         """
         self._read = None
@@ -147,7 +117,7 @@ class Observations:
             steps = steps_of_moments(self._optimizer)
             if steps is not None and steps < MIN_OPTIMIZER_STEPS:
                 return True
-            with torch._C.DisableTorchFunction():  # see `begin`
+            with torch._C.DisableTorchFunction():  # see `run`
                 self._read = own_sums(self._model.weights(), self._optimizer)
             return False
 
@@ -159,18 +129,23 @@ class Observations:
             return True
         return not any(found.values)
 
-    def begin(self, iteration: int) -> ObservedStep | Refresh:
-        """All ranks: prepare to measure the linears while an iteration runs.
+    def run(
+        self, iteration: int, step: TrainingStep, run: Callable[[], Outcome]
+    ) -> tuple[Outcome, Refresh]:
+        """All ranks: run a step that is measured; return how it ended and what was measured.
 
         Args:
-            iteration: the iteration that is about to run.
+            iteration: the iteration that runs; `may_begin` was called before it.
+            step: its forward-backward call.
+            run: runs the step.
 
         Returns:
-            A refresh that failed, on every rank, if a rank fails.
+            The outcome, and the refresh: on every rank one that failed, if a rank failed to measure
+            or the guard ran the step again.
         """
-        weights = self._model.weights()
         read = self._read
         self._read = None
+        weights = self._model.weights()
         try:
             if isinstance(read, RemoteFailure):
                 raise read
@@ -178,87 +153,71 @@ class Observations:
             # those that name CUDA. No call here does, so the inspection is skipped.
             with torch._C.DisableTorchFunction():
                 sensitivities = gather_sensitivities(weights, self._optimizer, self._topology, read)
-        except RemoteFailure as failure:
-            return Refresh(failure=str(failure))
-        formats = self._model.measured_formats(self._formats)
-        seed = self._model.runtime.seed
-        num_experts = self._model.job.num_experts
-        settings = MeasureSettings(formats, iteration, seed, num_experts=num_experts)
-        rows_by_sender = self._dispatch.rows_by_sender
-        observer = StepObserver(settings, self._topology, sensitivities, rows_by_sender)
-        runtime = self._model.runtime
-        return ObservedStep(observer, weights, sensitivities, runtime, self._dispatch)
-
-    def observe_unfused(
-        self, observation: ObservedStep, iteration: int, step: TrainingStep
-    ) -> None:
-        """All ranks: observe an unfused forward-backward, where MLPs run fused operations.
-
-        Fused MLPs do not call their linears, so the step itself cannot be observed. What the
-        additional run changes is undone. Where no MLP is fused, this does nothing: `observing_step`
-        observes the step.
-
-        Args:
-            observation: what `begin` returned.
-            iteration: the iteration that is about to run.
-            step: its forward-backward call.
-        """
-        if not self._model.job.ties:
-            return
-        begin = time.perf_counter()
-        before = TrainingStateSnapshot(step.chunks)
-        runtime = self._model.runtime
-        # Results that are not finite are left to the pass that counts.
-        with observation.observing(), tolerating_non_finite(), runtime.training_pass(iteration):
-            step.run()
-        before.restore()
-        prepare_next_pass(step.chunks, self._optimizer)
-        observation.observer.seconds = time.perf_counter() - begin
-
-    def observing_step(self, observation: ObservedStep) -> AbstractContextManager[None]:
-        """All ranks: return the context in which a step runs, and is observed if that is possible.
-
-        Args:
-            observation: what `begin` returned.
-        """
+        except RemoteFailure as failure:  # the step runs all the same
+            return run(), Refresh(failure=str(failure))
+        settings = MeasureSettings(
+            self._model.measured_formats(self._formats),
+            iteration,
+            self._model.runtime.seed,
+            num_experts=self._model.job.num_experts,
+        )
+        dispatch = self._dispatch
+        observer = StepObserver(settings, self._topology, sensitivities, dispatch.rows_by_sender)
         if self._model.job.ties:
-            return nullcontext()
-        return observation.observing()
+            self.observe_unfused(observer, iteration, step)
+            outcome = run()
+        else:
+            with dispatch.counting(), self._model.runtime.observed_by(observer):
+                outcome = run()
 
-    def end(self, observation: ObservedStep, step: TrainingStep, outcome: Outcome) -> Refresh:
-        """All ranks: return what was observed while a step ran, added up over ranks.
-
-        Args:
-            observation: what `begin` returned.
-            step: the iteration's forward-backward call.
-            outcome: how the step ended. What was measured is dropped if the guard ran the step
-                again: the observer may have added up several runs.
-        """
         loss = outcome.loss or StepLoss(outcome.results, self._topology)
         loss_part = loss.part()
         loss_scale = step.loss_scale()
-        grad_scale = step.grad_scale(self._topology, loss_scale)
         # `table` calls it, and turns an error of this rank into one of all ranks.
         norms = partial(
-            weight_norms,
-            observation.weights,
-            self._optimizer,
-            observation.sensitivities,
-            self._topology,
-            loss_scale,
+            weight_norms, weights, self._optimizer, sensitivities, self._topology, loss_scale
         )
-        linears = self._model.job.linears
         try:
-            table, health = observation.observer.table(
-                linears, grad_scale, None, norms, also_summed=loss_part
+            table, health = observer.table(
+                self._model.job.linears,
+                step.grad_scale(self._topology, loss_scale),
+                None,
+                norms,
+                also_summed=loss_part,
             )
         except RemoteFailure as failure:
-            return Refresh(failure=str(failure))
-        table = replace(table, loss=loss.take(loss_part))
-        # `table` comes first: if measuring failed as well, that is the reason to report.
+            return outcome, Refresh(failure=str(failure))
+        # `table` comes first: if measuring failed as well, that is the reason to report. The
+        # observer may have added up several runs.
         if outcome.num_runs > 1:
-            return Refresh(failure="the guard ran this iteration again")
-        return Refresh(table, health, observation.observer.seconds)
+            return outcome, Refresh(failure="the guard ran this iteration again")
+        table = replace(table, loss=loss.take(loss_part))
+        return outcome, Refresh(table, health, observer.seconds)
+
+    def observe_unfused(self, observer: StepObserver, iteration: int, step: TrainingStep) -> None:
+        """All ranks: observe an unfused forward-backward, where MLPs run fused operations.
+
+        Fused MLPs do not call their linears, so the step itself cannot be observed. What the
+        additional run changes is undone.
+
+        Args:
+            observer: what the linears call in their forward and backward.
+            iteration: the iteration that is about to run.
+            step: its forward-backward call.
+        """
+        begin = time.perf_counter()
+        before = TrainingStateSnapshot(step.chunks)
+        runtime = self._model.runtime
+        with (
+            self._dispatch.counting(),
+            runtime.observed_by(observer),  # only fused MLPs change: they run unfused
+            tolerating_non_finite(),  # such results are left to the pass that counts
+            runtime.training_pass(iteration),
+        ):
+            step.run()
+        before.restore()
+        prepare_next_pass(step.chunks, self._optimizer)
+        observer.seconds = time.perf_counter() - begin
 
     def mean_with(self, mean: StatisticsTable | None, refresh: Refresh) -> StatisticsTable:
         """Return the running mean with a refresh; the same on all ranks.

@@ -39,6 +39,7 @@ from megatron_snip.planning.settings import PlanSettings
 from megatron_snip.run.feasibility import check_settings, reachable_target
 from megatron_snip.run.fitting import Replacement, describe, fitted_plan, fitted_problem
 from megatron_snip.run.plan_file import check_plan_file, recipe_changes
+from megatron_snip.run.schedule import Schedule
 from megatron_snip.run.solve import plan_from_rank_0
 from megatron_snip.run.state import RunState, changed_plan_settings, reported_settings
 from megatron_snip.target_schedule import TargetSchedule
@@ -84,7 +85,7 @@ class FirstPlan:
 
 
 class RunPlans:
-    """The first plan of a run, and the options and targets of all its plans.
+    """The first plan of a run, and the options, targets and times of all its plans.
 
     Every method but `recipe_changes` returns the same on all ranks.
 
@@ -95,6 +96,8 @@ class RunPlans:
         file_digest: digest of the plan in the plan file; None without one.
         targets: the efficiency target of every iteration, by the settings; `targets_of` has those
             of a run that heals because of its noise.
+        schedule: when the run measures and plans.
+        train_iters: the last iteration of the run; None if it is not known.
     """
 
     def __init__(
@@ -134,15 +137,16 @@ class RunPlans:
                 f"the policy '{config.policy}' measures no noise; use --snip-heal-from",
                 field="heal_below_noise",
             )
-        self._train_iters = train_iters
+        self.schedule = Schedule.of(self.config)
+        self.train_iters = train_iters
         self._model = model
 
     def targets_of(self, state: RunState | None) -> TargetSchedule:
         """Return the target of every iteration, also where the state of the run began to heal."""
         if state is None or state.heal_from is None or self.config.heal_below_noise is None:
             return self.targets
-        assert self._train_iters is not None  # `SnipConfig.targets` has checked it
-        return self.config.healing(self.targets, state.heal_from, self._train_iters)
+        assert self.train_iters is not None  # `SnipConfig.targets` has checked it
+        return self.config.healing(self.targets, state.heal_from, self.train_iters)
 
     # ---- the first plan -------------------------------------------------------------------------
 

@@ -14,7 +14,6 @@ from dataclasses import replace
 from megatron_snip.planning.problem import PlanningProblem
 from megatron_snip.run.healing import healing_problem, heals_in_order
 from megatron_snip.run.plans import RunPlans
-from megatron_snip.run.schedule import Schedule
 from megatron_snip.run.solve import PendingProblem
 from megatron_snip.run.state import FailedTarget, RunState
 
@@ -23,7 +22,6 @@ def target_to_plan_for(
     state: RunState,
     iteration: int,
     plans: RunPlans,
-    schedule: Schedule,
     suffices: Callable[[], bool],
 ) -> float | None:
     """Return the target of a plan that must be asked for now; None if none must be.
@@ -31,11 +29,11 @@ def target_to_plan_for(
     Args:
         state: the run's state.
         iteration: the iteration that is about to run; it measures nothing.
-        plans: the options and targets of the run's plans.
-        schedule: when the run measures and plans.
+        plans: the targets of the run's plans, and when the run plans.
         suffices: whether the measurements so far are enough for a plan. After a resume with other
             formats they may lack these: then the next refresh plans.
     """
+    schedule = plans.schedule
     target = plans.targets_of(state).at(iteration + schedule.lag)
     if state.target is None or state.target == target or state.solve is not None:
         return None

@@ -2,12 +2,10 @@
 
 from dataclasses import replace
 
-from megatron_snip.config import SnipConfig
 from megatron_snip.options import BF16
 from megatron_snip.planning.plan import PrecisionPlan, changed_linears
 from megatron_snip.run.guard import GuardState
 from megatron_snip.run.plans import FirstPlan, PlanSource, RunPlans
-from megatron_snip.run.schedule import Schedule
 from megatron_snip.run.state import RunState
 
 
@@ -17,8 +15,6 @@ def first_state(
     first: FirstPlan,
     num_done: int,
     plans: RunPlans,
-    schedule: Schedule,
-    is_guarded: bool,
 ) -> RunState:
     """All ranks: return the state that a run starts with; nothing is being solved in it.
 
@@ -27,11 +23,12 @@ def first_state(
         stopped: the state of the stopped run; None for a new run.
         first: the plan that the run starts with.
         num_done: iterations that the weights were trained for.
-        plans: makes plans of the stopped run fit this one.
-        schedule: when the run measures and plans.
-        is_guarded: whether plans are judged.
+        plans: when the run plans; makes plans of the stopped run fit this one.
     """
     plan = first.plan
+    schedule = plans.schedule
+    # A plan that never changes is not judged.
+    is_guarded = plans.config.guard and schedule.changes_plans
     if stopped is None:
         guard = GuardState() if is_guarded else None
         # None: a new target makes no plan before something was measured.
@@ -76,15 +73,14 @@ def _guard(stopped: RunState, plan: PrecisionPlan, plans: RunPlans) -> GuardStat
 
 
 def first_change(
-    state: RunState, stopped: RunState | None, plans: RunPlans, schedule: Schedule
+    state: RunState, stopped: RunState | None, plans: RunPlans
 ) -> tuple[int, bool] | None:
     """Return what the first plan changes, if a reader needs to know the plan; else None.
 
     Args:
         state: what `first_state` returned.
         stopped: the state of the stopped run; None for a new run.
-        plans: what the job itself runs.
-        schedule: whether other plans may follow.
+        plans: what the job itself runs, and whether other plans may follow.
 
     Returns:
         (number of linears that run another option than before, whether the stopped run had the same
@@ -99,7 +95,7 @@ def first_change(
     # A first plan that changes nothing is not reported if others follow. A report shows a run
     # without a plan as BF16, so a new run that starts with another precision reports it.
     starts_in_bf16 = set(state.plan.linears.values()) == {BF16}
-    changes_nothing_yet = not num_changed and schedule.changes_plans
+    changes_nothing_yet = not num_changed and plans.schedule.changes_plans
     needs_no_report = changes_nothing_yet and (stopped is not None or starts_in_bf16)
     return None if needs_no_report and not state.history else (num_changed, is_resumed)
 
@@ -138,11 +134,12 @@ def differences(
     return [f"this run resumes with other settings: {'; '.join(texts)}"]
 
 
-def measures_nothing(config: SnipConfig, schedule: Schedule, train_iters: int | None) -> bool:
+def measures_nothing(plans: RunPlans) -> bool:
     """Return whether a run that should measure ends before its first refresh.
 
     With a plan file there is a plan to run, so a run without a measurement makes sense.
     """
-    needs_measurements = config.collect_only or not schedule.plans_without_statistics
-    ends_before = train_iters is not None and train_iters < config.start_step
+    config = plans.config
+    needs_measurements = config.collect_only or not plans.schedule.plans_without_statistics
+    ends_before = plans.train_iters is not None and plans.train_iters < config.start_step
     return config.plan_file is None and needs_measurements and ends_before

@@ -10,7 +10,7 @@ call the linears. So the MLP's `forward` is overridden:
                               simulated, and where the job stores weights quantized
 
 The linears can round differently. So a measured iteration runs once more, with the fused
-operations, and that pass trains (`Observations.observing_step`).
+operations, and that pass trains (`Observations.run`).
 
 The planner gives both linears of such an MLP one option (`PlanningProblem.ties`). Its two kinds are
 TEFusedMLP, and experts with `_with_fused_impl` (Megatron-Core 0.18 and later).

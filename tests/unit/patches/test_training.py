@@ -12,8 +12,8 @@ from megatron.core import num_microbatches_calculator
 
 from megatron_snip.patches.graphs import Graphs
 from megatron_snip.patches.megatron_lm import checkpoint, train_step
+from megatron_snip.patches.metrics import StepMetrics
 from megatron_snip.patches.registry import Registry, Session
-from megatron_snip.run.metrics import StepMetrics
 from megatron_snip.topology import Topology
 
 STEP_PATCHES = (train_step.train_step, train_step.report_step, train_step.evaluate)
@@ -32,8 +32,9 @@ def controller(fake: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     registry = Registry(STEP_PATCHES)
     registry.install({"--snip"})
     controller = MagicMock()
-    controller.metrics = StepMetrics(Topology())
     controller.evaluations.next_name.return_value = "validation"
+    controller.evaluations.iteration_is_open = True
+    registry.session.metrics = StepMetrics(Topology())
     registry.session.controller = controller
     registry.session.graphs = Graphs(MagicMock())
     controller.forward_backward.side_effect = lambda iteration, function, **given: function(**given)
@@ -72,13 +73,16 @@ def test_an_evaluation_is_reported_once(fake: Any, controller: Any) -> None:
     assert fake.training.evaluate("step", "data", model="model") == expected
     names = [name for name, *_ in controller.mock_calls]
     entered = ["evaluation", "evaluation().__enter__", "evaluation().__exit__"]
-    assert names == ["evaluations.next_name", *entered, "end_evaluation"]
+    assert names == ["evaluations.next_name", *entered]
     controller.evaluation.assert_called_once_with("validation")
     end_step(fake, 1)
     end_step(fake, 3)
     first, second = (call.args[1] for call in controller.end_iteration.call_args_list)
     assert first["validation_loss"] == 1.5 and "loss" not in first
     assert "validation_loss" not in second
+    controller.evaluations.iteration_is_open = False  # after the last iteration
+    fake.training.evaluate("step", "data", model="model")
+    controller.end_evaluation.assert_called_once_with({"validation_loss": 1.5})
 
 
 STATE = {"version": 2, "iteration": 3}

@@ -14,7 +14,6 @@ from megatron_snip.planning.problem import LinearChoices, OptionCost, PlanningPr
 from megatron_snip.planning.settings import PlanSettings
 from megatron_snip.run.healing import begins_below_noise, healing_problem, heals_in_order
 from megatron_snip.run.replanning import target_to_plan_for
-from megatron_snip.run.schedule import Schedule
 from megatron_snip.run.state import RunState
 from megatron_snip.target_schedule import Point, TargetSchedule
 from tests.unit.planning.build import name_of, plan_of
@@ -127,9 +126,7 @@ def test_a_run_that_heals_because_of_noise_follows_the_ramp_of_heal_from() -> No
         assert plans.targets_of(other) is plans.targets
     off = run_plans(train_iters=100, **values)
     assert off.targets_of(state) is off.targets
-    asked = target_to_plan_for(
-        replace(state, target=0.8), 90, plans, Schedule.of(plans.config), lambda: True
-    )
+    asked = target_to_plan_for(replace(state, target=0.8), 90, plans, lambda: True)
     assert asked == found.at(92)
 
 

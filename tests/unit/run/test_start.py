@@ -8,7 +8,6 @@ import pytest
 from megatron_snip.planning.plan import PrecisionPlan
 from megatron_snip.run.guard import GuardState
 from megatron_snip.run.plans import FirstPlan, PlanSource
-from megatron_snip.run.schedule import Schedule
 from megatron_snip.run.start import first_change, first_state
 from megatron_snip.run.state import RunState
 from megatron_snip.statistics.records import StatisticsTable
@@ -25,13 +24,11 @@ def started(
     plan: PrecisionPlan = FIRST,
     stopped: RunState | None = None,
     source: PlanSource = PlanSource.CHECKPOINT,
-    is_guarded: bool = True,
     **config: Any,
 ) -> RunState:
     plans = run_plans(**config)
     first = FirstPlan(plan, source)
-    schedule = Schedule.of(plans.config)
-    return first_state("id", stopped, first, 6, plans, schedule, is_guarded)
+    return first_state("id", stopped, first, 6, plans)
 
 
 @pytest.mark.parametrize(
@@ -56,13 +53,12 @@ def test_a_first_plan_is_reported_unless_it_changes_nothing_and_others_follow(
     reported: tuple[int, bool] | None,
 ) -> None:
     plans = run_plans(job=job, **config)
-    schedule = Schedule.of(plans.config)
     stopped = None if former is None else state_of(former)
     first = FirstPlan(plan, PlanSource.CHECKPOINT)
-    state = first_state("id", stopped, first, 6, plans, schedule, True)
+    state = first_state("id", stopped, first, 6, plans)
     is_new = former is not None and former.digest != plan.digest
     assert state.history == (((7, plan.digest),) if is_new else ())
-    assert first_change(state, stopped, plans, schedule) == reported
+    assert first_change(state, stopped, plans) == reported
 
 
 @pytest.mark.parametrize(
@@ -99,4 +95,4 @@ def test_another_plan_at_a_resume_is_judged_against_the_stopped_runs() -> None:
     assert guard.first_fallback is not None and guard.first_fallback.linears == NEXT.linears
     same = started(NEXT, stopped).guard
     assert same == stopped.guard
-    assert started(FIRST, stopped, is_guarded=False).guard is None
+    assert started(FIRST, stopped, guard=False).guard is None

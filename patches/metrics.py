@@ -1,4 +1,4 @@
-"""One iteration's metrics, on every rank alike.
+"""One iteration's metrics in a loop of Megatron's, on every rank alike.
 
 Only ranks of the last pipeline stage have losses, and reading one waits for the device. So the last
 rank broadcasts them, where the loop logs them and after evaluations.
