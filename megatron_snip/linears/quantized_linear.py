@@ -117,9 +117,16 @@ class _QuantizedLinear(torch.autograd.Function):
         ctx.use_bias = bias is not None
         ctx.main_grad = getattr(weight, "main_grad", None) if call.fuse_wgrad else None
         x, saved, ctx.saves_quantized = _prepare_input(input, weight, call, needs_wgrad)
-        ctx.save_for_backward(weight, *saved)
+        ctx.save_for_backward(weight, saved)
         rows = x.reshape(-1, x.shape[-1])
-        y = _gemm_with_weight(rows, weight, Gemm.FPROP, call.output_dtype or input.dtype, call)
+        y = fprop_or_dgrad_gemm(
+            rows,
+            weight,
+            Gemm.FPROP,
+            call.option,
+            dtype=call.output_dtype or input.dtype,
+            cache=call.cache,
+        )
         y = y.view(*x.shape[:-1], weight.shape[0])
         return y if bias is None else y + bias
 
@@ -127,19 +134,25 @@ class _QuantizedLinear(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         """Return (dX, dW, db, None, None)."""
         call: LinearCall = ctx.call
-        weight, *saved = ctx.saved_tensors
+        option = call.option
+        weight, saved = ctx.saved_tensors  # X; None if the weight is frozen
         g = grads[0].reshape(-1, grads[0].shape[-1])
-        x = saved[0] if saved else None
+        x = saved
         gathering = None
-        if saved and call.sequence_parallel:  # overlaps with dgrad
-            x, gathering = _start_gather(saved[0], call, async_op=True)
+        if x is not None and call.sequence_parallel:  # overlaps with dgrad
+            x, gathering = _start_gather(saved, call, async_op=True)
         dtype = operand_dtype(g, weight.shape[1])
-        gemms = (Gemm.DGRAD, Gemm.WGRAD) if saved else (Gemm.DGRAD,)
-        # G for dgrad (tiles in rows), and for wgrad (tiles in columns) unless the weight is frozen.
-        g_row, *g_col = quantize_input_or_grad(
-            g, Operand.GRAD_OUTPUT, call.option, dtype, *gemms, stream=call.stream()
-        )
-        dx = _gemm_with_weight(g_row, weight, Gemm.DGRAD, g.dtype, call)
+        stream = call.stream()
+        of_grad = Operand.GRAD_OUTPUT
+        if x is None:
+            g_row = quantize_dequantize_operand(
+                g, option.dgrad, of_grad, Gemm.DGRAD, stream=stream, dtype=dtype
+            )
+        else:  # for dgrad with tiles in rows, and for wgrad with tiles in columns
+            g_row, g_col = quantize_dequantize_pair(
+                g, (option.dgrad, option.wgrad), of_grad, stream=stream, dtype=dtype
+            )
+        dx = fprop_or_dgrad_gemm(g_row, weight, Gemm.DGRAD, option, dtype=g.dtype, cache=call.cache)
         del g_row
         dx = dx.view(*grads[0].shape[:-1], weight.shape[1])
         if gathering is not None:
@@ -149,13 +162,15 @@ class _QuantizedLinear(torch.autograd.Function):
         dw = None
         if x is not None:
             if not ctx.saves_quantized:
-                (x,) = quantize_input_or_grad(x, Operand.INPUT, call.option, dtype, Gemm.WGRAD)
+                x = quantize_dequantize_operand(
+                    x, option.wgrad, Operand.INPUT, Gemm.WGRAD, dtype=dtype
+                )
             wgrad = partial(_wgrad, call=call, weight=weight, main_grad=ctx.main_grad)
             if call.defer_wgrad is None:
-                dw = wgrad(g_col[0], x.flatten(0, -2))
+                dw = wgrad(g_col, x.flatten(0, -2))
             else:  # what was gathered is in a buffer that the next linear overwrites
                 x = x.clone() if call.sequence_parallel else x
-                call.defer_wgrad(g_col[0], x.flatten(0, -2), wgrad)
+                call.defer_wgrad(g_col, x.flatten(0, -2), wgrad)
             if call.fuse_wgrad:
                 # Also if wgrad is deferred: `defer_wgrad` adds it to main_grad later, so DDP's hook
                 # must not add what autograd gets here.
@@ -168,14 +183,13 @@ class _QuantizedLinear(torch.autograd.Function):
 
 def _prepare_input(
     input: Tensor, weight: Tensor, call: LinearCall, needs_wgrad: bool
-) -> tuple[Tensor, list[Tensor], bool]:
+) -> tuple[Tensor, Tensor | None, bool]:
     """Return X as fprop multiplies it, what wgrad needs of X, and whether that is quantized.
 
     X is quantized for both GEMMs before it is gathered. Exceptions: X itself must be saved,
     its quantized form is larger, or the tiles of a shard differ from those of the gathered X.
     """
     option = call.option
-    num_rows = input.shape[:-1].numel()
     num_shards = 1
     if call.sequence_parallel:
         assert call.tp_group is not None
@@ -183,18 +197,22 @@ def _prepare_input(
     # The GEMM multiplies the gathered X, which has num_shards times the tokens.
     dtype = operand_dtype(input, weight.shape[0] * num_shards)
     may_save_quantized = dtype.itemsize <= input.dtype.itemsize and not call.saves_input
-    is_same = num_shards == 1 or can_quantize_before_gather(option, num_rows)
-    quantize_first = may_save_quantized and is_same  # before the gather, if there is one
-    x = input
-    saved = [input] if needs_wgrad else []
-    if quantize_first:
-        gemms = (Gemm.FPROP, Gemm.WGRAD) if needs_wgrad else (Gemm.FPROP,)
-        x, *saved = quantize_input_or_grad(x, Operand.INPUT, option, dtype, *gemms)
+    num_rows = input.shape[:-1].numel()
+    gather_changes_tiles = num_shards > 1 and not can_quantize_before_gather(option, num_rows)
+    if gather_changes_tiles or not may_save_quantized:
+        x = _start_gather(input, call)[0] if call.sequence_parallel else input
+        x = quantize_dequantize_operand(x, option.fprop, Operand.INPUT, Gemm.FPROP, dtype=dtype)
+        return x, input if needs_wgrad else None, False
+    for_wgrad = None
+    if needs_wgrad:
+        x, for_wgrad = quantize_dequantize_pair(
+            input, (option.fprop, option.wgrad), Operand.INPUT, dtype=dtype
+        )
+    else:
+        x = quantize_dequantize_operand(input, option.fprop, Operand.INPUT, Gemm.FPROP, dtype=dtype)
     if call.sequence_parallel:
         x, _ = _start_gather(x, call)
-    if not quantize_first:
-        (x,) = quantize_input_or_grad(x, Operand.INPUT, option, dtype, Gemm.FPROP)
-    return x, saved, quantize_first
+    return x, for_wgrad, True
 
 
 def _start_gather(input: Tensor, call: LinearCall, async_op: bool = False) -> tuple[Tensor, Any]:
@@ -250,31 +268,6 @@ def _flag_as_added(weight: Tensor) -> Tensor | None:
     return make(weight.shape, dtype=weight.dtype, device=weight.device)
 
 
-def quantize_input_or_grad(
-    x: Tensor,
-    operand: Operand,
-    option: Option,
-    dtype: torch.dtype,
-    *gemms: Gemm,
-    stream: StochasticStream | None = None,
-) -> list[Tensor]:
-    """Return X or G as each of `gemms` multiplies it.
-
-    Args:
-        x: X [.., K] or G [.., N].
-        operand: which of them.
-        option: decides the formats; for a bf16 GEMM the tensor is returned as it is.
-        dtype: dtype of a quantized result, from `operand_dtype`.
-        gemms: one of the operand's two, or both: first fprop or dgrad, then wgrad.
-        stream: random numbers, for formats that round G stochastically.
-    """
-    first, *second = (option[gemm] for gemm in gemms)
-    if second:
-        pair = first, second[0]
-        return list(quantize_dequantize_pair(x, pair, operand, stream=stream, dtype=dtype))
-    return [quantize_dequantize_operand(x, first, operand, gemms[0], stream=stream, dtype=dtype)]
-
-
 def can_quantize_before_gather(option: Option, num_rows: int) -> bool:
     """Return whether quantizing X before the all-gather gives bitwise the same as after it.
 
@@ -301,7 +294,7 @@ def fprop_or_dgrad_gemm(
     """Return Y = X W^T [M, N] for fprop, dX = G W [M, K] for dgrad.
 
     Args:
-        a: X [M, K] or G [M, N], from `quantize_input_or_grad`.
+        a: X [M, K] or G [M, N], quantized for this GEMM.
         w: W [N, K].
         gemm: fprop or dgrad.
         option: decides the format of both operands.
@@ -322,19 +315,12 @@ def fprop_or_dgrad_gemm(
     return matmul_fp32(a, cache[key].t() if is_fprop else cache[key], dtype)
 
 
-def _gemm_with_weight(
-    a: Tensor, weight: Tensor, gemm: Gemm, dtype: torch.dtype, call: LinearCall
-) -> Tensor:
-    """Return `fprop_or_dgrad_gemm` as a call runs it."""
-    return fprop_or_dgrad_gemm(a, weight, gemm, call.option, dtype, call.cache)
-
-
 def wgrad_gemm(g: Tensor, x: Tensor, option: Option, dtype: torch.dtype) -> Tensor:
     """Return dW [N, K] in `dtype`.
 
     Args:
-        g: [M, N], from `quantize_input_or_grad`.
-        x: [M, K], from `quantize_input_or_grad`.
+        g: [M, N], quantized for wgrad.
+        x: [M, K], quantized for wgrad.
         option: decides the format of both operands.
         dtype: dtype of the result; FP32 for GEMMs that add into `main_grad`.
     """

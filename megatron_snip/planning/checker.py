@@ -69,7 +69,7 @@ def find_violations(
     # bf16 has no quantization error, and so pins and some policies may use it unlisted.
     faults += broken_rules(plan, problem, settings, () if heeds_target else (BF16,))
     # From here on a group of tied linears counts as one, as the target counts it.
-    problem, settings = merged(problem, settings)
+    problem = merged(problem)
     stages: list[list[_Numbers]] = [[] for _ in range(problem.num_stages)]
     for linear in problem.linears:
         own = _cost(linear, plan.linears[linear.name]) or _UNLISTED_BF16
@@ -110,7 +110,6 @@ def broken_rules(
     for tied in problem.ties:
         if len({plan.linears[name] for name in tied}) > 1:
             faults.append(f"{', '.join(tied)} are tied and have different options")
-    problem, settings = merged(problem, settings)
     pins_of: dict[str, list[tuple[str, str]]] = {name: [] for name in problem.names}
     for glob, wanted in settings.pins:
         # A run can have a pin by name for each linear: these are looked up.
@@ -118,14 +117,17 @@ def broken_rules(
         for name in names:
             if glob_matches(name, glob):
                 pins_of[name].append((glob, wanted))
-    for linear in problem.linears:
+    group_of = {names[0]: names for names in problem.ties}
+    for linear in merged(problem).linears:
         name = linear.name
         option = plan.linears[name]
         own = _cost(linear, option)
-        is_pinned_to_bf16 = option == BF16 and len(pins_of[name]) > 0
+        # A pin of one of the tied linears holds for all of them.
+        pins = [pin for each in group_of.get(name, (name,)) for pin in pins_of[each]]
+        is_pinned_to_bf16 = option == BF16 and len(pins) > 0
         if own is None and not is_pinned_to_bf16 and option not in unlisted:
             faults.append(f"'{name}' has no option '{option}'")
-        for glob, wanted in pins_of[name]:
+        for glob, wanted in dict.fromkeys(pins):
             if option != parse_option(wanted):
                 faults.append(f"'{name}' has {option}, and pin {glob} demands {wanted}")
         if own is not None and own.quality_loss is None:

@@ -175,14 +175,15 @@ class Constraints:
         else:
             allowed = table.listed
             fixable = np.ones_like(table.listed)
-        fixed = {label: columns[:, None] for label, columns in self.fixed.items()}
         numbers = np.arange(allowed.shape[1])
+        pinned = {label: columns[:, None] == numbers for label, columns in self.fixed.items()}
         # An unlisted bf16 may be pinned, and is otherwise no choice. It stays one without its pin:
         # the deletion filter needs every subset of the constraints to leave at least as much.
-        for columns in fixed.values():
-            allowed = allowed | (columns == numbers) & fixable
-        for label in fixed.keys() & on:  # two options for one linear leave it none
-            allowed &= (fixed[label] < 0) | (fixed[label] == numbers)
+        for choice in pinned.values():
+            allowed = allowed | (choice & fixable)
+        for label in pinned.keys() & on:
+            is_free = (self.fixed[label] < 0)[:, None]
+            allowed = allowed & (is_free | pinned[label])  # two options for a linear leave it none
         return allowed
 
     def _infeasible(self) -> InfeasiblePlanError:

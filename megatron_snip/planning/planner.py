@@ -50,18 +50,16 @@ def make_plan(
     if previous is not None:
         previous.check_against(problem.names)
     # Tied linears (ties.py: they must have the same option) are one linear until `spread`.
-    merged_problem, merged_settings = merged(problem, settings)
+    merged_problem = merged(problem)
     policy = get_policy(settings.policy, merged_problem)
     table = make_table(merged_problem, settings.cost)
     hint = None
     if previous is not None:
         hint = table.columns_of([str(previous.linears[name]) for name in table.names])
     target = problem.target if settings.target is None else settings.target
-    # The pins as the user wrote them: that of a tied linear holds for its group, and errors quote
-    # it.
     constraints = make_constraints(table, settings, target, hint, problem.ties)
     deadline = start + settings.time_limit_s
-    found = policy.decide(Request(constraints, merged_settings, hint, deadline))
+    found = policy.decide(Request(constraints, settings, hint, deadline))
 
     columns = found.columns
     linears = {}
@@ -73,7 +71,7 @@ def make_plan(
     # Minus the price of this plan's n changes, it bounds the quality loss of every plan with n
     # changes or fewer.
     num_changes = float(changes(table, hint)[table.rows, columns].sum())
-    bound = found.bound - merged_settings.change_penalty * num_changes
+    bound = found.bound - settings.change_penalty * num_changes
     plan = PrecisionPlan(
         iteration=iteration,
         policy=settings.policy,

@@ -4,28 +4,24 @@ The planner sees each group as one linear with the group's FLOPs, quality losses
 the name of the group's first linear; a plan gives its option to all of them.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from megatron_snip.errors import UsageError
 from megatron_snip.options import BF16, Option
 from megatron_snip.planning.problem import LinearChoices, OptionCost, PlanningProblem
-from megatron_snip.planning.settings import PlanSettings
-from megatron_snip.types import glob_matches
 
 TIED = "its operations are fused with those of another linear"
 """Why a linear has the option of another one."""
 
 
-def merged(
-    problem: PlanningProblem, settings: PlanSettings
-) -> tuple[PlanningProblem, PlanSettings]:
-    """Return the problem and the settings with one linear for each group of tied linears.
+def merged(problem: PlanningProblem) -> PlanningProblem:
+    """Return a problem with one linear for each group of tied linears.
 
     Raises:
         UsageError: if linears of different stages are tied.
     """
     if not problem.ties:
-        return problem, settings
+        return problem
     by_name = {row.name: row for row in problem.linears}
     representative = _representatives(problem)
     groups = {names[0]: [by_name[name] for name in names] for names in problem.ties}
@@ -35,11 +31,7 @@ def merged(
             linears.append(_merged(groups[row.name]))
         elif row.name not in representative:
             linears.append(row)
-    pins = tuple(_pins(problem, settings.pins))
-    return (
-        problem.model_copy(update={"linears": tuple(linears), "ties": ()}),
-        settings.model_copy(update={"pins": pins}),
-    )
+    return problem.model_copy(update={"linears": tuple(linears), "ties": ()})
 
 
 def spread(linears: Mapping[str, Option], problem: PlanningProblem) -> dict[str, Option]:
@@ -84,16 +76,3 @@ def _total(values: Sequence[float | None]) -> float | None:
     """Return the sum; None if a value is."""
     known = [value for value in values if value is not None]
     return sum(known) if len(known) == len(values) else None
-
-
-def _pins(problem: PlanningProblem, pins: Sequence[tuple[str, str]]) -> Iterator[tuple[str, str]]:
-    """Yield the pins for merged linears: a pin of one linear of a group holds for the group."""
-    representative = _representatives(problem)
-    for glob, option in pins:
-        matching = [name for name in problem.names if glob_matches(name, glob)]
-        pinned = [representative.get(name, name) for name in matching]
-        if pinned == matching:
-            yield glob, option
-            continue
-        for name in dict.fromkeys(pinned):
-            yield name, option

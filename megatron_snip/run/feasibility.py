@@ -73,8 +73,7 @@ def check_constraints(
         UsageError: if a pin does not fit.
         InfeasiblePlanError: if the constraints cannot be met.
     """
-    merged_problem, _ = merged(problem, settings)
-    table = make_table(merged_problem, settings.cost)
+    table = make_table(merged(problem), settings.cost)
     constraints = make_constraints(table, settings, problem.target, None, problem.ties)
     if must_exist:
         constraints.checked_task()

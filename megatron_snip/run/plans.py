@@ -156,8 +156,7 @@ class RunPlans:
         Args:
             state: the state of the stopped run; None for a new run.
             seed: seed of the policies `random` and `random-gemm`.
-            num_done: iterations that the weights were trained for; with a state, its iteration
-                counts instead.
+            num_done: iterations that the weights were trained for.
 
         Raises:
             UsageError: on every rank, if the policy is unknown, a plan or pin does not fit the
@@ -165,7 +164,6 @@ class RunPlans:
         """
         changed = frozenset[str]()
         if state is not None:
-            num_done = state.iteration
             changed = changed_plan_settings(state, self._recorded_config, self.file_digest)
         new_settings = changed - {"plan_file"}
         has_new_file = self._file_plan is not None and (state is None or "plan_file" in changed)

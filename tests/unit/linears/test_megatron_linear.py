@@ -12,6 +12,7 @@ from megatron_snip.linears.megatron_linear import SimulatedMegatronLinear
 from megatron_snip.linears.runtime import Runtime
 from megatron_snip.log import forget_warnings
 from megatron_snip.options import Option
+from megatron_snip.quantizers.quantize import quantize_dequantize_operand
 from megatron_snip.topology import Axis, Placement, Topology
 from megatron_snip.types import Gemm, Operand
 
@@ -47,7 +48,9 @@ def planned(config: Any = None) -> tuple[Linear, SimulatedMegatronLinear, Runtim
 
 
 def simulated(module: Linear, x: torch.Tensor, option: Option = FP4) -> torch.Tensor:
-    (x_q,) = gemms.quantize_input_or_grad(x, Operand.INPUT, option, torch.float32, Gemm.FPROP)
+    x_q = quantize_dequantize_operand(
+        x, option.fprop, Operand.INPUT, Gemm.FPROP, dtype=torch.float32
+    )
     return gemms.fprop_or_dgrad_gemm(x_q, module.weight.detach(), Gemm.FPROP, option, x.dtype)
 
 

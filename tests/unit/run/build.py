@@ -96,4 +96,4 @@ def state_of(resumed: PrecisionPlan, file_digest: str | None = None, **former: A
 
 
 def first(resumed: RunState | None = None, **config: Any) -> list[str]:
-    return options_of(run_plans(**config).first_plan(resumed, 0).plan)
+    return options_of(run_plans(**config).first_plan(resumed, 0, 0 if resumed is None else 6).plan)

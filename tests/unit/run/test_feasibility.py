@@ -293,9 +293,9 @@ def test_a_plan_file_against_the_job_s_own_rules_is_refused_with_the_flag_that_f
 def test_a_changed_rule_of_the_job_is_a_changed_setting_of_a_resumed_run() -> None:
     before = run_plans(rules=RULES, efficiency_target=0.0)
     state = replace(state_of(plan_of(["bf16", "fp4", "bf16"])), settings=before.reported_settings())
-    same = run_plans(rules=RULES, efficiency_target=0.0).first_plan(state, 0)
+    same = run_plans(rules=RULES, efficiency_target=0.0).first_plan(state, 0, 6)
     assert same.new_settings == frozenset()
-    other = run_plans(rules={A: Source.FILE}, efficiency_target=0.0).first_plan(state, 0)
+    other = run_plans(rules={A: Source.FILE}, efficiency_target=0.0).first_plan(state, 0, 6)
     assert other.new_settings == {"pins"}
 
 

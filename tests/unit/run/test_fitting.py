@@ -14,7 +14,7 @@ def test_plans_of_other_machines_lose_no_precision() -> None:
     plan = plan_of(["fp4", "fp4", "fp4"], policy="snip", iteration=7)
     refusals = {FP4: {A: "no", C: "no"}, FP8: {C: "not either"}}
     settings = {"formats": "bf16,fp8,fp4", "efficiency_target": 0.25}
-    found = run_plans(refusals, **settings).first_plan(state_of(plan, **settings), 0)
+    found = run_plans(refusals, **settings).first_plan(state_of(plan, **settings), 0, 6)
     adapted = found.plan
     assert options_of(adapted) == ["fp8", "fp4", "bf16"]
     assert (adapted.policy, adapted.iteration, adapted.status) == ("snip", 6, "fixed")

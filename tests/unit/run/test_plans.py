@@ -57,7 +57,7 @@ def test_where_the_first_plan_comes_from(
     write_plan(plan_of(["fp4", "fp8", "fp8"]), FILE)
     former = plan_of(["fp8", "fp4", "fp4"])
     state = None if stopped is None else state_of(former, **stopped)
-    found = run_plans(**given).first_plan(state, 0)
+    found = run_plans(**given).first_plan(state, 0, 0 if state is None else 6)
     assert (found.source, options_of(found.plan)) == (source, options.split())
 
 
@@ -83,7 +83,7 @@ def test_a_plan_of_another_run_is_numbered_by_this_ones_iterations(
     write_plan(plan_of(["fp4", "fp8", "fp8"], iteration=300), FILE)
     given = {"plan_file": FILE, "collect_only": collect_only}
     state = None if stopped is None else state_of(plan_of(stopped, iteration=3), **given)
-    found = run_plans(**given).first_plan(state, 0)
+    found = run_plans(**given).first_plan(state, 0, 6)
     assert (found.source, found.plan.iteration) == (PlanSource.FILE, iteration)
 
 
@@ -96,9 +96,9 @@ def test_a_plan_file_with_another_plan_than_before_is_another_plan_file(
     former = plan_of(["fp8", "fp4", "fp4"])
     for digest, source in ((former.digest, PlanSource.FILE), (new.digest, PlanSource.CHECKPOINT)):
         state = state_of(former, file_digest=digest, plan_file=FILE)
-        assert run_plans(plan_file=FILE).first_plan(state, 0).source is source
+        assert run_plans(plan_file=FILE).first_plan(state, 0, 6).source is source
     moved = state_of(former, file_digest=new.digest, plan_file="former.json")
-    assert run_plans(plan_file=FILE).first_plan(moved, 0).source is PlanSource.CHECKPOINT
+    assert run_plans(plan_file=FILE).first_plan(moved, 0, 6).source is PlanSource.CHECKPOINT
     FILE.unlink()
     with pytest.raises(UsageError, match=r"plan_file: cannot read plan file 'plan\.json'"):
         run_plans(plan_file=FILE)
@@ -106,15 +106,15 @@ def test_a_plan_file_with_another_plan_than_before_is_another_plan_file(
 
 def test_a_run_that_only_measured_plans_at_once_when_it_is_to_plan() -> None:
     state = state_of(plan_of(["bf16"] * 3), collect_only=True)
-    assert run_plans().first_plan(state, 0).is_outdated
-    static = run_plans(**RANDOM).first_plan(state_of(plan_of(["bf16"] * 3), collect_only=True), 0)
+    assert run_plans().first_plan(state, 0, 6).is_outdated
+    static = run_plans(**RANDOM).first_plan(state, 0, 6)
     assert static.source is PlanSource.POLICY
 
 
 def test_a_resume_with_the_same_settings_continues_its_plan() -> None:
     facts: dict[str, Any] = {"stages": (0.0, 1.0), "stage_layers": STAGE_LAYERS}
     plan = plan_of(["fp8", "fp4", "fp4"], efficiency=0.75, **facts)
-    found = run_plans().first_plan(state_of(plan), 0)
+    found = run_plans().first_plan(state_of(plan), 0, 6)
     assert found == FirstPlan(plan, PlanSource.CHECKPOINT)
     assert not found.is_outdated
 
@@ -122,7 +122,7 @@ def test_a_resume_with_the_same_settings_continues_its_plan() -> None:
 def test_a_resume_with_another_target_plans_anew() -> None:
     facts: dict[str, Any] = {"stages": (0.0, 1.0), "stage_layers": STAGE_LAYERS}
     plan = plan_of(["fp8", "fp4", "fp4"], efficiency=0.75, **facts)
-    found = run_plans(efficiency_target=0.25).first_plan(state_of(plan), 0)
+    found = run_plans(efficiency_target=0.25).first_plan(state_of(plan), 0, 6)
     assert (found.plan, found.source) == (plan, PlanSource.CHECKPOINT)
     assert found.new_settings == {"efficiency_target"}
     assert found.is_outdated
@@ -131,11 +131,11 @@ def test_a_resume_with_another_target_plans_anew() -> None:
 def test_new_pins_and_formats_hold_in_the_plan_of_a_checkpoint() -> None:
     plan = plan_of(["fp8", "fp4", "fp4"])
     target = {"efficiency_target": 0.25}
-    pinned = run_plans(pins="*.layers.2.*=fp8", **target).first_plan(state_of(plan, **target), 0)
+    pinned = run_plans(pins="*.layers.2.*=fp8", **target).first_plan(state_of(plan, **target), 0, 6)
     assert options_of(pinned.plan) == ["fp8", "fp4", "fp8"]
     assert pinned.plan.iteration == 6  # not that of a plan that has a file already
     assert pinned.changes == ("1 of 3 linears set to fp8: --snip-pins",)
-    formats = run_plans(formats="bf16,fp8").first_plan(state_of(plan), 0)
+    formats = run_plans(formats="bf16,fp8").first_plan(state_of(plan), 0, 6)
     assert formats.changes == ("2 of 3 linears raised to fp8: --snip-formats",)
 
 
