@@ -303,7 +303,7 @@ def unpacked(text: str) -> Any:
             raise ValueError("it is cut, or too large")
         return from_json(data)
     except (ValueError, zlib.error) as error:
-        raise UsageError(f"not JSON in zlib in base64: {one_line(str(error))}") from None
+        raise UsageError(f"not JSON in zlib in base64: {one_line(error)}") from None
 
 
 def _linear_of(error: ValidationError, value: Any) -> str:

@@ -83,7 +83,7 @@ def test_a_plan_of_another_run_is_numbered_by_this_ones_iterations(
     write_plan(plan_of(["fp4", "fp8", "fp8"], iteration=300), FILE)
     given = {"plan_file": FILE, "collect_only": collect_only}
     state = None if stopped is None else state_of(plan_of(stopped, iteration=3), **given)
-    found = run_plans(**given).first_plan(state, 0, 6)
+    found = run_plans(**given).first_plan(state, 0, 0 if state is None else 6)
     assert (found.source, found.plan.iteration) == (PlanSource.FILE, iteration)
 
 

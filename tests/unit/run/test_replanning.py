@@ -13,7 +13,7 @@ from megatron_snip.run.replanning import (
     with_problem,
     without_problem,
 )
-from megatron_snip.run.schedule import Schedule, ScheduleState
+from megatron_snip.run.schedule import ScheduleState
 from megatron_snip.run.state import RunState
 from tests.unit.planning.build import plan_of, problem_of
 from tests.unit.run.build import run_plans
@@ -42,8 +42,7 @@ def asked(
     **new: Any,
 ) -> float | None:
     plans = plans or run_plans(**{**CHANGING, **new})
-    schedule = Schedule.of(plans.config)
-    return target_to_plan_for(state, iteration, plans, schedule, lambda: suffices)
+    return target_to_plan_for(state, iteration, plans, lambda: suffices)
 
 
 def pending(state: RunState) -> tuple[int, int, float] | None:
