@@ -68,7 +68,7 @@ def attach(
 
     from megatron_snip.linears.discovery import current_topology
     from megatron_snip.patches.graphs import Graphs
-    from megatron_snip.patches.metrics import StepMetrics
+    from megatron_snip.patches.step import StepMetrics
     from megatron_snip.planning.plan import format_shares, shares_text
     from megatron_snip.reporting.background import in_background
     from megatron_snip.run.controller import SnipController

@@ -7,7 +7,6 @@ places in the code that set attributes of others.
 """
 
 import pkgutil
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 from megatron_snip.errors import one_line
@@ -63,7 +62,7 @@ CHANGES = (
     # ---- Megatron-LM's loop ----------------------------------------------------------------------
     Change(
         ("megatron.training.arguments:add_megatron_arguments",),
-        "patches/megatron_lm/parser.py",
+        "patches/megatron_lm.py",
         "Adds --snip-* flags to the parser of scripts that are not edited.",
         f"{LM}/issues/7266 (callbacks have no point before arguments are parsed)",
         "all",
@@ -74,7 +73,7 @@ CHANGES = (
             "megatron.training.arguments:validate_args",
             "megatron.training.initialize:validate_args",  # before 0.18
         ),
-        "patches/megatron_lm/setup.py",
+        "patches/megatron_lm.py",
         "Checks SNIP's settings against Megatron's before the model is built.",
         f"{LM}/issues/7266",
         "all",
@@ -82,7 +81,7 @@ CHANGES = (
     ),
     Change(
         ("megatron.training.training:setup_model_and_optimizer",),
-        "patches/megatron_lm/setup.py",
+        "patches/megatron_lm.py",
         "Attaches SNIP to the model that was built and loaded.",
         f"{LM}/pull/5610",
         "all",
@@ -96,7 +95,7 @@ CHANGES = (
             "megatron.training.training:evaluate_and_print_results",
             "megatron.training.training:get_forward_backward_func",
         ),
-        "patches/megatron_lm/train_step.py",
+        "patches/megatron_lm.py",
         "Runs each forward-backward under the plan, again if the guard needs it, and reports the "
         "iteration.",
         f"{LM}/pull/5610 (its callbacks observe a step and cannot run it again)",
@@ -108,7 +107,7 @@ CHANGES = (
             "megatron.training.checkpointing:generate_state_dict",
             "megatron.training.checkpointing:_load_base_checkpoint",
         ),
-        "patches/megatron_lm/checkpoint.py",
+        "patches/megatron_lm.py",
         "Keeps SNIP's state in Megatron's checkpoints.",
         f"{LM}/pull/5610 (no state of callbacks in checkpoints)",
         "all",
@@ -431,10 +430,3 @@ CHANGES = (
     ),
 )
 """Every change, in the order of the page docs/megatron.md."""
-
-
-def changed_targets() -> Iterator[str]:
-    """Return the dotted names of all targets, as `Patch.target` spells them."""
-    for change in CHANGES:
-        for target in change.targets:
-            yield target.replace(":", ".")

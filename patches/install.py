@@ -19,12 +19,11 @@ from megatron_snip.patches import (
     expert_capacity,
     expert_overlap,
     graphs,
+    megatron_lm,
     overlap_buffers,
 )
-from megatron_snip.patches.cpu.megatron import fused_kernels
 from megatron_snip.patches.imports import when_imported
 from megatron_snip.patches.megatron_bridge import loop as bridge
-from megatron_snip.patches.megatron_lm import checkpoint, parser, setup, train_step
 from megatron_snip.patches.new_program import keep_in_new_program
 from megatron_snip.patches.registry import Mode, Patch, Registry, Session
 
@@ -70,24 +69,7 @@ class Loop:
         return ".".join(self.module.split(".")[:2])
 
 
-MEGATRON_LM = Loop(
-    "Megatron-LM",
-    "megatron.training",
-    (
-        parser.arguments,
-        setup.validation,
-        setup.validation_before_0_18,
-        setup.model_setup,
-        train_step.train_step,
-        train_step.report_step,
-        train_step.evaluate,
-        train_step.note_test_set,
-        train_step.forward_backward_func,
-        checkpoint.save,
-        checkpoint.load,
-        fused_kernels,
-    ),
-)
+MEGATRON_LM = Loop("Megatron-LM", "megatron.training", megatron_lm.PATCHES)
 MEGATRON_BRIDGE = Loop("Megatron-Bridge", bridge.PRETRAIN, bridge.PATCHES)
 LOOPS = (MEGATRON_LM, MEGATRON_BRIDGE)
 

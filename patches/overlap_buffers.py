@@ -28,16 +28,15 @@ def both_buffers(call: Call, session: Session) -> Any:
     modes = call.arguments.get("quantization_modes")
     given = call.arguments.get("ub_cfgs")
     settings = given if isinstance(given, list) else [given for _ in modes or ()]
-    if modes and session.makes_plans and not _has_atomic_gemms(settings[-1]):
+    # Of the run's own precision, which comes last.
+    of_run = settings[-1] if settings else None
+    has_atomic_gemms = any(layer.get("atomic_gemm") for layer in (of_run or {}).values())
+    if modes and session.makes_plans and not has_atomic_gemms:
         others = [mode for mode in type(modes[0]) if mode not in modes]
-        added = [_for_another_precision(settings[-1]) for _ in others]
+        added = [_for_another_precision(of_run) for _ in others]
         call.arguments["ub_cfgs"] = [*settings, *added]
         call.arguments["quantization_modes"] = [*modes, *others]
     return call.run()
-
-
-def _has_atomic_gemms(settings: Settings | None) -> bool:
-    return any(layer.get("atomic_gemm") for layer in (settings or {}).values())
 
 
 def _for_another_precision(settings: Settings | None) -> dict[str, dict[str, Any]] | None:

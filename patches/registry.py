@@ -33,7 +33,7 @@ from megatron_snip.log import warn_once_per_job
 if TYPE_CHECKING:  # the controller imports Megatron; without --snip nothing needs it
     from megatron_snip.config import SnipConfig
     from megatron_snip.patches.graphs import Graphs
-    from megatron_snip.patches.metrics import StepMetrics
+    from megatron_snip.patches.step import StepMetrics
     from megatron_snip.run.controller import SnipController
 
 logger = logging.getLogger(__name__)

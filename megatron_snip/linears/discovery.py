@@ -336,7 +336,14 @@ def global_linears(of_ranks: Iterable[list[list[Any]]]) -> tuple[LinearInfo, ...
                     f"ranks disagree about {info.name}: {known} and {info}; linears are named by "
                     "global layer_number, which must be unique"
                 )
-    return tuple(info for _, info in sorted(merged.values(), key=_model_order))
+
+    def model_order(entry: tuple[int, LinearInfo]) -> tuple[str, int, int, int]:
+        order, info = entry
+        block, layer_index, module = split_linear_name(info.name)
+        flow = _DATA_FLOW.get(module.rsplit(".", 1)[-1], len(_DATA_FLOW))
+        return block, layer_index, flow, order
+
+    return tuple(info for _, info in sorted(merged.values(), key=model_order))
 
 
 def stage_layers(
@@ -357,9 +364,3 @@ def stage_layers(
         return StageLayers(tuple(map(tuple, found)))
     except UsageError:
         return None  # two language models side by side have blocks of one name
-
-
-def _model_order(entry: tuple[int, LinearInfo]) -> tuple[str, int, int, int]:
-    order, info = entry
-    block, layer_index, module = split_linear_name(info.name)
-    return block, layer_index, _DATA_FLOW.get(module.rsplit(".", 1)[-1], len(_DATA_FLOW)), order

@@ -85,7 +85,10 @@ def find_violations(
     model = list(itertools.chain.from_iterable(stages))
     faults += _check_efficiency(plan, target, stages)
     if balance == "stage":
-        faults += _check_stage_targets(target, stages)
+        for stage, members in enumerate(stages):
+            found = _efficiency(members)
+            if found < target - float(TOLERANCE):
+                faults.append(f"efficiency {found} of stage {stage} is below the target {target}")
     faults += _check_objective(plan, [each.loss for each in model])
     return faults
 
@@ -193,13 +196,6 @@ def _check_efficiency(
     for stage, (members, claimed) in enumerate(zip(stages, plan.stages, strict=False)):
         if abs(_efficiency(members) - claimed) > _RELATIVE:
             yield f"efficiency {claimed} of stage {stage} is not that of the assignment"
-
-
-def _check_stage_targets(target: float, stages: Sequence[Sequence[_Numbers]]) -> Iterator[str]:
-    for stage, members in enumerate(stages):
-        found = _efficiency(members)
-        if found < target - float(TOLERANCE):
-            yield f"efficiency {found} of stage {stage} is below the target {target}"
 
 
 def _efficiency(members: Sequence[_Numbers]) -> float:

@@ -149,7 +149,13 @@ def maximize(choices: ChoiceSet) -> Dual:
 
 def _best_price(choices: ChoiceSet) -> tuple[float, Ints, Ints]:
     """Return the price of the dual's maximum, and assignments below and above the floor."""
-    below, above = _extremes(choices)
+    # The columns of least cost (then most gain), and of most gain (then least cost).
+    cost = choices.cost
+    gain = np.where(np.isfinite(cost), choices.gains.astype(np.float64), -np.inf)
+    cheap = np.where(cost == cost.min(axis=1, keepdims=True), gain, -np.inf)
+    rich = np.where(gain == gain.max(axis=1, keepdims=True), cost, np.inf)
+    below = cheap.argmax(axis=1)
+    above = rich.argmin(axis=1)
     low_cost, low_gain = _line(choices, below)
     if low_gain >= choices.floor:
         return 0.0, below, below
@@ -160,29 +166,20 @@ def _best_price(choices: ChoiceSet) -> tuple[float, Ints, Ints]:
             break
         price = max(0.0, (high_cost - low_cost) / (high_gain - low_gain))
         columns = (choices.cost - price * choices.gains).argmin(axis=1)
-        cost, gain = _line(choices, columns)
-        gap = (low_cost - price * low_gain) - (cost - price * gain)
+        new_cost, new_gain = _line(choices, columns)
+        gap = (low_cost - price * low_gain) - (new_cost - price * new_gain)
         # A line that is lower at the crossing only by rounding is the crossing itself.
         if gap <= _ROUNDING * (abs(low_cost) + abs(price * low_gain) + abs(high_cost)):
             break
-        if gain >= choices.floor:
+        if new_gain >= choices.floor:
             above = columns
-            high_cost = cost
-            high_gain = gain
+            high_cost = new_cost
+            high_gain = new_gain
         else:
             below = columns
-            low_cost = cost
-            low_gain = gain
+            low_cost = new_cost
+            low_gain = new_gain
     return price, below, above
-
-
-def _extremes(choices: ChoiceSet) -> tuple[Ints, Ints]:
-    """Return the columns of least cost (then most gain), and of most gain (then least cost)."""
-    cost = choices.cost
-    gain = np.where(np.isfinite(cost), choices.gains.astype(np.float64), -np.inf)
-    cheap = np.where(cost == cost.min(axis=1, keepdims=True), gain, -np.inf)
-    rich = np.where(gain == gain.max(axis=1, keepdims=True), cost, np.inf)
-    return cheap.argmax(axis=1), rich.argmin(axis=1)
 
 
 def _line(choices: ChoiceSet, columns: Ints) -> tuple[float, int]:

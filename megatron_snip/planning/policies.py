@@ -140,15 +140,12 @@ def get_policy(name: str, problem: PlanningProblem | None = None) -> Policy:
         hint = did_you_mean(name, policy_names())
         raise UsageError(f"unknown policy '{name}'{hint}; known: {', '.join(policy_names())}")
     policy = POLICIES[name]
-    if policy.granularity == "gemm" and problem is not None and not _has_mixed_options(problem):
+    if policy.granularity != "gemm" or problem is None:
+        return policy
+    if not any("-" in option for linear in problem.linears for option in linear.options):
         text = "each option has one format for all three; use granularity gemm or another policy"
         raise UsageError(f"policy '{name}' orders GEMMs, and {text}")
     return policy
-
-
-def _has_mixed_options(problem: PlanningProblem) -> bool:
-    """Return whether an option gives different formats to the GEMMs of a linear."""
-    return any("-" in option for linear in problem.linears for option in linear.options)
 
 
 def lowered_in(order: Order) -> Decide:

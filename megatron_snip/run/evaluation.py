@@ -12,7 +12,7 @@ evaluation runs what the job itself runs.
 import logging
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -27,7 +27,6 @@ from megatron_snip.log import log_failure
 from megatron_snip.options import BF16, Option
 from megatron_snip.planning.plan import PrecisionPlan
 from megatron_snip.reporting.events import Reporter
-from megatron_snip.run.linear_groups import KINDS, THIRDS, linear_groups
 from megatron_snip.run.step import (
     ForwardBackward,
     Results,
@@ -37,11 +36,18 @@ from megatron_snip.run.step import (
     on_device,
     run_once,
 )
+from megatron_snip.types import split_linear_name
 
 logger = logging.getLogger(__name__)
 
 EVERYTHING = "everything"
 """The variant of an evaluation with all linears in BF16."""
+
+KINDS = ("attention", "mlp", "experts", "mamba", "others")
+"""Groups by what a linear belongs to; each linear is in one of them."""
+
+THIRDS = ("first_third", "middle_third", "last_third")
+"""Groups by layer, in the model's order; each linear is in one of them."""
 
 Increase = tuple[float, float]
 """A loss increase per token, and its standard error."""
@@ -292,13 +298,16 @@ class PairedEvaluation:
         """Add a variant's microbatches to its sums."""
         unread = 0.0
         try:
-            pairs = _paired_losses(results, again)
+            planned = microbatch_losses(results)
+            varied = microbatch_losses(again)
+            if planned is None or varied is None:
+                return
+            # FP64 [2, microbatches] on the device: loss increase over the variant, and tokens.
+            pairs = torch.stack([planned[:, 0] - varied[:, 0], planned[:, 1]])
         except Exception as error:  # other ranks of the same samples wait for this one
             log_failure(logger, "reading the losses of an evaluation", error)
             unread = 1.0
             pairs = on_device(torch.zeros(2, len(results), dtype=torch.float64))
-        if pairs is None:
-            return
         if parallel_state.get_context_parallel_world_size() > 1:  # parts of each sample
             sum_over(pairs, parallel_state.get_context_parallel_group())
         context_rank = parallel_state.get_context_parallel_rank()
@@ -310,10 +319,29 @@ class PairedEvaluation:
         sums[6] += unread
 
 
-def _paired_losses(results: Results, again: Results) -> torch.Tensor | None:
-    """Return FP64 [2, microbatches] on the device: loss increase over a variant, and tokens."""
-    planned = microbatch_losses(results)
-    varied = microbatch_losses(again)
-    if planned is None or varied is None:
-        return None
-    return torch.stack([planned[:, 0] - varied[:, 0], planned[:, 1]])
+def linear_groups(names: Iterable[str]) -> dict[str, frozenset[str]]:
+    """Return the linears of each group, without empty groups.
+
+    Args:
+        names: all linears, in the model's order.
+    """
+    names = list(names)
+    layers = list(dict.fromkeys(split_linear_name(name)[:2] for name in names))
+    groups: dict[str, list[str]] = {group: [] for group in (*KINDS, *THIRDS)}
+    for name in names:
+        groups[_kind(name)].append(name)
+        index = layers.index(split_linear_name(name)[:2])
+        groups[THIRDS[3 * index // len(layers)]].append(name)
+    return {group: frozenset(members) for group, members in groups.items() if members}
+
+
+def _kind(name: str) -> str:
+    parts = name.split(".")
+    if "experts" in parts:
+        return "experts"
+    # `self_attention`, `cross_attention`; in MTP they are below the layer.
+    if any(part.endswith("attention") for part in parts):
+        return "attention"
+    if "mixer" in parts:
+        return "mamba"
+    return "mlp" if "mlp" in parts else "others"

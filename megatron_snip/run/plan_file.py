@@ -1,5 +1,6 @@
 """Checks of a plan file: settings that contradict it, and recipes that have changed."""
 
+import contextlib
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -49,22 +50,16 @@ def recipe_changes(plan_file: Path, digest: str, model: PlannedModel) -> list[st
         digest: the plan's.
         model: the planned linears.
     """
-    before = _recorded_recipes(plan_file, digest)
+    before: dict[str, str] = {}
+    for path in sorted((plan_file.parent.parent / "precision").glob("*.json")):
+        with contextlib.suppress(UsageError, KeyError, TypeError):  # it only serves a message
+            table = read_json(path, "precision file", plain=True)
+            if table["plan_digest"] == digest:
+                before = {str(row["option"]): str(row["recipe"]) for row in table["linears"]}
+                break
     now = {str(linear.option): linear.recipe for linear in model.linears}
     return [
         f"{option} was {before[option]} in the run of '{plan_file}', and is {recipe} here"
         for option, recipe in now.items()
         if before.get(option, recipe) != recipe
     ]
-
-
-def _recorded_recipes(plan_file: Path, digest: str) -> dict[str, str]:
-    """Return {option: recipe} as the run of a plan file recorded it; {} if it did not."""
-    for path in sorted((plan_file.parent.parent / "precision").glob("*.json")):
-        try:
-            table = read_json(path, "precision file", plain=True)
-            if table["plan_digest"] == digest:
-                return {str(row["option"]): str(row["recipe"]) for row in table["linears"]}
-        except (UsageError, KeyError, TypeError):
-            continue  # it only serves a message
-    return {}

@@ -16,6 +16,7 @@ Then it is made to fit the settings and the linears of this run (fitting.py).
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from enum import Enum, auto
+from functools import partial
 from pathlib import Path
 
 from megatron_snip.config import SnipConfig
@@ -122,7 +123,11 @@ class RunPlans:
                 cannot count seconds.
         """
         self._control = model.runtime.topology.control
-        self._file_plan = self._plan_of_file(config.plan_file)
+        self._file_plan: PrecisionPlan | None = None
+        if config.plan_file is not None:
+            with naming_field("plan_file"):
+                read = partial(read_plan, config.plan_file)
+                self._file_plan = plan_from_rank_0(read, self._control)
         self.file_digest = None if self._file_plan is None else self._file_plan.digest
         config, available = available_options(config, model.job, model.refusals_of)
         if config.cost == "time" and not config.collect_only:
@@ -229,17 +234,6 @@ class RunPlans:
         if self.config.collect_only:  # nothing measures the seconds that the cost `time` counts
             values["cost"] = "flops"
         return PlanSettings(**values, pins=self.available.pins, seed=seed)
-
-    def _plan_of_file(self, path: Path | None) -> PrecisionPlan | None:
-        """All ranks: return what rank 0 reads in the plan file."""
-        if path is None:
-            return None
-
-        def read() -> PrecisionPlan:
-            with naming_field("plan_file"):
-                return read_plan(path)
-
-        return plan_from_rank_0(read, self._control)
 
     def _policy_plan(self, settings: PlanSettings, iteration: int) -> PrecisionPlan:
         """Return the plan of a policy that needs no measurement, for an iteration's target."""

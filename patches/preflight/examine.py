@@ -174,13 +174,11 @@ def _check_flags(found: Preflight, config: SnipConfig, both: list[Namespace]) ->
     if any(row.refusal for row in rows.values()):
         return config
     for args in both:
-        with_te = Namespace(**{**vars(args), **_without_te(args)})
-        config = with_flags_of_the_job(config, with_te)
+        values = dict(vars(args))
+        if "transformer_impl" in values and not have_te():
+            values["transformer_impl"] = ""
+        config = with_flags_of_the_job(config, Namespace(**values))
     return config
-
-
-def _without_te(args: Namespace) -> dict[str, str]:
-    return {} if have_te() or not hasattr(args, "transformer_impl") else {"transformer_impl": ""}
 
 
 def _note(found: Preflight, action: Callable[[], Any]) -> Any:

@@ -142,17 +142,15 @@ class _OnMeta(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        kwargs = {k: _on_meta(v) if k == "device" else v for k, v in (kwargs or {}).items()}
+        kwargs = dict(kwargs or {})
+        if is_cuda(kwargs.get("device")):
+            kwargs["device"] = META
         if func is torch.device and is_cuda(args[0] if args else kwargs.get("type")):
             return META
         if func is torch.Tensor.to and args[0].is_meta:  # a meta tensor has nothing to move
             args = (args[0], *map(_without_device, args[1:2]), *args[2:])
             kwargs = {k: _without_device(v) for k, v in kwargs.items()}
         return func(*args, **kwargs)
-
-
-def _on_meta(device: Any) -> Any:
-    return META if is_cuda(device) else device
 
 
 def _without_device(value: Any) -> Any:

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from megatron_snip.run.linear_groups import KINDS, THIRDS
+from megatron_snip.run.evaluation import KINDS, THIRDS
 from megatron_snip.trainer.loop import evaluate
 from tests.distributed.launch import run_ranks
 from tests.distributed.layouts import EP2, PP2, SP, TP2, Layout, OnRanks, names, results_on

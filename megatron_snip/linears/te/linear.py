@@ -147,22 +147,17 @@ class RecipeTELinear:
         """Label of what Transformer Engine runs."""
         return str(self._planned_recipe)
 
-    @property
-    def _has_history(self) -> bool:
-        """Whether the linear runs delayed scaling now."""
-        if self._runtime.runs_in_bf16(self.name):
-            return False
-        # The job's own recipe has no entry if SNIP does not know it (`job.CUSTOM`).
-        table_entry = RECIPES.get(self._planned_recipe.fprop)
-        return table_entry is not None and table_entry.has_history
-
     def delayed_scales(self, placement: Placement) -> DelayedScales | None:
         """Return a function that reads the scales of a weight; None without delayed scaling.
 
         Args:
             placement: which weight of the linear.
         """
-        if not self._has_history or scales_of_module(self.module) is None:
+        # The job's own recipe has no entry if SNIP does not know it (`job.CUSTOM`).
+        entry = RECIPES.get(self._planned_recipe.fprop)
+        if entry is None or not entry.has_history or self._runtime.runs_in_bf16(self.name):
+            return None
+        if scales_of_module(self.module) is None:
             return None
         index = self.placements.index(placement)
 
@@ -262,18 +257,16 @@ class RecipeTELinear:
         if self.stored is not None:
             self.stored.prepare_capture()
 
-    def _recipe_in_forward(self) -> TERecipe | None:
-        """Return the recipe of the next forward; None if it is the job's own."""
-        if self._runtime.runs_in_bf16(self.name):
-            return None if self._job_recipe == BF16_RECIPE else BF16_RECIPE
-        return None if self.runs_as_job else self._planned_recipe
-
     # A fused MLP does not call its linears, but Megatron calls their hooks: `_before_forward`
     # without `kwargs`, and `_after_forward` without `result`.
     def _before_forward(self, module: Any, args: Any, kwargs: Any = None) -> None:
-        in_bf16 = self._runtime.runs_in_bf16(self.name)
-        module.te_quant_params = self._bf16_params if in_bf16 else self.planned_params
-        recipe = self._recipe_in_forward()
+        recipe: TERecipe | None  # None if it is the job's own
+        if self._runtime.runs_in_bf16(self.name):
+            module.te_quant_params = self._bf16_params
+            recipe = None if self._job_recipe == BF16_RECIPE else BF16_RECIPE
+        else:
+            module.te_quant_params = self.planned_params
+            recipe = None if self.runs_as_job else self._planned_recipe
         self._overlap.set_recipe(recipe)
         if not self.runs_as_job and torch.is_grad_enabled():
             drop_nvfp4_without_columns(module)

@@ -58,8 +58,14 @@ def _factory(recipes: TERecipe) -> Callable[[Role], Quantizer]:
             return _built_in(row, role)
         from transformer_engine.pytorch.tensor.hybrid_tensor import HybridQuantizer
 
+        of_columns = _built_in(column, role)
+        # NVFP4's 16x16 blocks of the weight serve rows and columns alike. For columns alone 1x16
+        # tiles along the contraction are finer, and Transformer Engine's own mixed recipes use
+        # them.
+        if getattr(of_columns, "with_2d_quantization", False):
+            of_columns.with_2d_quantization = False
         return HybridQuantizer(
-            rowwise_quantizer=_built_in(row, role), columnwise_quantizer=_column(column, role)
+            rowwise_quantizer=_built_in(row, role), columnwise_quantizer=of_columns
         )
 
     # Checkpoints pickle a module's recipe, and with it the factory, by name.
@@ -89,15 +95,3 @@ def built_in_recipe(name: str) -> Any:
     number_format = built_in.Format[recipe.precision.format.upper()]
     fields = {"fp8_format": number_format} if recipe.precision.kind == "fp8" else {}
     return getattr(built_in, recipe.recipe_class)(**fields)
-
-
-def _column(recipe: str, role: Role) -> Quantizer:
-    """Return the quantizer of columns whose rows have another format.
-
-    NVFP4's 16x16 blocks of the weight serve rows and columns alike; for columns alone 1x16 tiles
-    along the contraction are finer, and Transformer Engine's own mixed recipes use them.
-    """
-    quantizer = _built_in(recipe, role)
-    if getattr(quantizer, "with_2d_quantization", False):
-        quantizer.with_2d_quantization = False
-    return quantizer

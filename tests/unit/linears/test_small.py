@@ -2,7 +2,7 @@
 
 import pytest
 
-from megatron_snip.linears.small import small_linears
+from megatron_snip.linears.availability import small_linears
 from megatron_snip.linears.te.recipe_table import RECIPES
 from megatron_snip.topology import Axis, LinearKind, Placement
 

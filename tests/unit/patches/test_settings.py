@@ -19,11 +19,9 @@ from megatron_snip.linears.te import machine as machine_module
 from megatron_snip.linears.te.machine import Machine
 from megatron_snip.linears.te.modules import EXTENSION
 from megatron_snip.linears.te.recipe_table import JobPrecision
-from megatron_snip.patches import cpu
+from megatron_snip.patches import cpu, megatron_lm
 from megatron_snip.patches.arguments import exit_on_error, read_cli_args, snip_config
 from megatron_snip.patches.attach import make_writers
-from megatron_snip.patches.megatron_lm import parser as lm_parser
-from megatron_snip.patches.megatron_lm import setup
 from megatron_snip.patches.registry import Registry
 from megatron_snip.planning.plan import PrecisionPlan
 from megatron_snip.reporting.events import Event, Metrics, PlanApplied
@@ -70,7 +68,7 @@ def test_what_the_machine_cannot_run_is_refused_before_the_model_is_built(
 @pytest.fixture
 def parser(fake: Any) -> Any:
     """Megatron's parser with SNIP's flags."""
-    Registry([lm_parser.arguments]).install({"always"})
+    Registry([megatron_lm.arguments]).install({"always"})
     return fake.arguments.add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
 
 
@@ -176,8 +174,8 @@ def test_other_words_are_as_they_were_given() -> None:
 @pytest.fixture
 def attached(fake: Any, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     calls: list[Any] = []
-    monkeypatch.setattr(setup, "attach", lambda *args: calls.append(args))
-    Registry([setup.validation, setup.model_setup]).install({"always", "--snip"})
+    monkeypatch.setattr(megatron_lm, "attach", lambda *args: calls.append(args))
+    Registry([megatron_lm.validation, megatron_lm.model_setup]).install({"always", "--snip"})
     return calls
 
 
@@ -196,7 +194,7 @@ def test_a_controller_is_attached_to_what_megatron_built(fake: Any, attached: li
 
 
 def test_without_a_gpu_no_save_is_asynchronous(fake: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    Registry([setup.validation]).install({"always"})
+    Registry([megatron_lm.validation]).install({"always"})
     fake.args.async_save = True
     fake.arguments.validate_args(fake.args, {})
     assert fake.args.async_save
@@ -208,7 +206,7 @@ def test_without_a_gpu_no_save_is_asynchronous(fake: Any, monkeypatch: pytest.Mo
 def test_a_flag_that_the_script_gives_itself_comes_too_late(
     fake: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    Registry([setup.validation, setup.model_setup]).install({"always"})
+    Registry([megatron_lm.validation, megatron_lm.model_setup]).install({"always"})
     fake.arguments.validate_args(fake.args, {})
     fake.args.snip_enabled = True
     with pytest.raises(SystemExit):

@@ -10,13 +10,13 @@ import pytest
 import torch
 from megatron.core import num_microbatches_calculator
 
+from megatron_snip.patches import megatron_lm
 from megatron_snip.patches.graphs import Graphs
-from megatron_snip.patches.megatron_lm import checkpoint, train_step
-from megatron_snip.patches.metrics import StepMetrics
 from megatron_snip.patches.registry import Registry, Session
+from megatron_snip.patches.step import StepMetrics
 from megatron_snip.topology import Topology
 
-STEP_PATCHES = (train_step.train_step, train_step.report_step, train_step.evaluate)
+STEP_PATCHES = (megatron_lm.train_step, megatron_lm.report_step, megatron_lm.evaluate)
 ARGUMENTS = ("step_func", "data", "model", "optimizer", "scheduler", "config")
 OPTIMIZER = SimpleNamespace(param_groups=[{"lr": 0.1}, {"lr": 0.3}, {"lr": None}])
 
@@ -90,7 +90,7 @@ STATE = {"version": 2, "iteration": 3}
 
 @pytest.fixture
 def session(fake: Any) -> Session:
-    registry = Registry((checkpoint.save, checkpoint.load))
+    registry = Registry((megatron_lm.save, megatron_lm.load))
     registry.install({"--snip"})
     return registry.session
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from megatron_snip.run.linear_groups import KINDS, THIRDS, linear_groups
+from megatron_snip.run.evaluation import KINDS, THIRDS, linear_groups
 from megatron_snip.types import linear_name
 
 MODULES = {

@@ -1,1 +1,0 @@
-"""Patches on Megatron-LM's loop, `megatron.training`."""
