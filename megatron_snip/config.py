@@ -5,7 +5,6 @@ the command line and `efficiency_target` in YAML. The text under each field is i
 keys are refused.
 """
 
-import math
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, get_args
 
@@ -25,7 +24,7 @@ from megatron_snip.flags import core_type
 from megatron_snip.formats import get_format, lowest_precision
 from megatron_snip.options import BF16, Granularity, Option, enumerate_options, formats_in
 from megatron_snip.plugins import load_plugins
-from megatron_snip.target_schedule import Point, TargetSchedule, parse_points
+from megatron_snip.target_schedule import Point, parse_points
 from megatron_snip.types import ITERATION_LIMIT, Gemm
 
 Share = Annotated[float, Field(ge=0.0, le=1.0)]
@@ -406,48 +405,6 @@ class SnipConfig(ScheduleFields, MeasureFields, PlanFields, GuardFields, ReportF
         """Whether `target_schedule` has a target for the first iteration, and so for every one."""
         points = self.points
         return bool(points) and points[0].iteration <= 1 and not points[0].ramp
-
-    def targets(self, train_iters: int | None) -> TargetSchedule:
-        """Return the target of every iteration.
-
-        Args:
-            train_iters: the last iteration of the run; None if it is not known.
-
-        Raises:
-            UsageError: if healing begins in the last iteration or later, or before a point of the
-                target schedule, or if there may be healing and no `train_iters`.
-        """
-        points = self.points
-        if not self.is_scheduled_from_the_start:
-            points = (Point(0, self.efficiency_target), *points)
-        schedule = TargetSchedule(points)
-        for name in ("heal_from", "heal_below_noise"):
-            if getattr(self, name) is not None and train_iters is None:
-                raise UsageError("the number of iterations is not known", field=name)
-        if self.heal_from is None or train_iters is None:
-            return schedule
-        if self.heal_from < 1:  # a fraction; 0.55 * 100 is 55.00000000000001
-            begin = math.ceil(round(self.heal_from * train_iters, 6))
-        else:
-            begin = math.ceil(self.heal_from)
-        end = points[-1].iteration
-        if not end < begin < train_iters:
-            limits = f"{end} (end of target_schedule) and {train_iters} (of the run)"
-            raise UsageError(f"got iteration {begin}, must be between {limits}", field="heal_from")
-        return self.healing(schedule, begin, train_iters)
-
-    def healing(self, schedule: TargetSchedule, begin: int, train_iters: int) -> TargetSchedule:
-        """Return a schedule whose target falls to 0 from an iteration on.
-
-        Args:
-            schedule: the schedule before.
-            begin: the iteration.
-            train_iters: the last iteration of the run.
-        """
-        # The target reaches 0 early enough that some iterations run under its plan. At worst a
-        # refresh is due just then: its plan takes a lag, and only then can the last plan be asked
-        # for, which takes another lag.
-        return schedule.healing(begin, max(begin + 1, train_iters - 2 * self.lag - 1))
 
     @property
     @naming_field("alert")

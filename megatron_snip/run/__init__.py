@@ -9,7 +9,7 @@ plans         which plan a run starts with, or resumes with
 fitting       plans and problems of another run, made to fit the settings and linears of this one
 feasibility   settings that no plan satisfies, and the default target that one can reach
 plan_file     a plan file that contradicts other settings, or ran by other recipes
-healing       the order in which GEMMs return to high precision
+healing       the target of every iteration, and the order in which GEMMs return to high precision
 replanning    when a new plan is asked for: after a refresh, for a new target, after a failure
 solve         rank 0's solver: a problem in, a plan out
 guard         runs an iteration, again under another plan if the loss demands it

@@ -1,21 +1,71 @@
-"""Healing: the target falls to 0 by the end of a run, and GEMMs return to high precision.
+"""The target of every iteration, and healing: it falls to 0, and GEMMs return to high precision.
 
-It begins at `--snip-heal-from`, or in the first refresh that finds the weights' gradient below the
-noise of the plan (`--snip-heal-below-noise`).
+Healing begins at `--snip-heal-from`, or in the first refresh that finds the weights' gradient below
+the noise of the plan (`--snip-heal-below-noise`).
 
 With `--snip-heal-order` `forward` (`backward`) the fprops come first (last). Then options are left
 out of the planning problem, so that whatever the policy chooses keeps the order.
 """
 
+import math
 from collections.abc import Collection, Mapping, Sequence
 
 from megatron_snip.config import SnipConfig
+from megatron_snip.errors import UsageError
 from megatron_snip.formats import get_format
 from megatron_snip.planning.option_table import TOLERANCE
 from megatron_snip.planning.plan import PrecisionPlan
 from megatron_snip.planning.problem import LinearChoices, OptionCost, PlanningProblem, parse_option
-from megatron_snip.target_schedule import TargetSchedule
+from megatron_snip.target_schedule import Point, TargetSchedule
 from megatron_snip.types import Gemm
+
+
+def scheduled_targets(config: SnipConfig, train_iters: int | None) -> TargetSchedule:
+    """Return the target of every iteration, by the settings.
+
+    Args:
+        config: the settings.
+        train_iters: the last iteration of the run; None if it is not known.
+
+    Raises:
+        UsageError: if healing begins in the last iteration or later, or before a point of the
+            target schedule, or if there may be healing and no `train_iters`.
+    """
+    points = config.points
+    if not config.is_scheduled_from_the_start:
+        points = (Point(0, config.efficiency_target), *points)
+    schedule = TargetSchedule(points)
+    for name in ("heal_from", "heal_below_noise"):
+        if getattr(config, name) is not None and train_iters is None:
+            raise UsageError("the number of iterations is not known", field=name)
+    if config.heal_from is None or train_iters is None:
+        return schedule
+    if config.heal_from < 1:  # a fraction; 0.55 * 100 is 55.00000000000001
+        begin = math.ceil(round(config.heal_from * train_iters, 6))
+    else:
+        begin = math.ceil(config.heal_from)
+    end = points[-1].iteration
+    if not end < begin < train_iters:
+        limits = f"{end} (end of target_schedule) and {train_iters} (of the run)"
+        raise UsageError(f"got iteration {begin}, must be between {limits}", field="heal_from")
+    return healing_targets(config, schedule, begin, train_iters)
+
+
+def healing_targets(
+    config: SnipConfig, schedule: TargetSchedule, begin: int, train_iters: int
+) -> TargetSchedule:
+    """Return a schedule whose target falls to 0 from an iteration on.
+
+    Args:
+        config: the settings; `lag` is used.
+        schedule: the schedule before.
+        begin: the iteration.
+        train_iters: the last iteration of the run.
+    """
+    # The target reaches 0 early enough that some iterations run under its plan. At worst a
+    # refresh is due just then: its plan takes a lag, and only then can the last plan be asked
+    # for, which takes another lag.
+    return schedule.healing(begin, max(begin + 1, train_iters - 2 * config.lag - 1))
 
 
 def begins_below_noise(

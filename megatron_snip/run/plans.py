@@ -39,6 +39,7 @@ from megatron_snip.planning.problem import PlanningProblem
 from megatron_snip.planning.settings import PlanSettings
 from megatron_snip.run.feasibility import check_settings, reachable_target
 from megatron_snip.run.fitting import Replacement, describe, fitted_plan, fitted_problem
+from megatron_snip.run.healing import healing_targets, scheduled_targets
 from megatron_snip.run.plan_file import check_plan_file, recipe_changes
 from megatron_snip.run.schedule import Schedule
 from megatron_snip.run.solve import plan_from_rank_0
@@ -136,7 +137,7 @@ class RunPlans:
         self.available: AvailableOptions = replace(
             available, warnings=(*available.warnings, *about_target)
         )
-        self.targets = self.config.targets(train_iters)
+        self.targets = scheduled_targets(self.config, train_iters)
         if config.heal_below_noise is not None and not get_policy(config.policy).needs_statistics:
             raise UsageError(
                 f"the policy '{config.policy}' measures no noise; use --snip-heal-from",
@@ -150,8 +151,8 @@ class RunPlans:
         """Return the target of every iteration, also where the state of the run began to heal."""
         if state is None or state.heal_from is None or self.config.heal_below_noise is None:
             return self.targets
-        assert self.train_iters is not None  # `SnipConfig.targets` has checked it
-        return self.config.healing(self.targets, state.heal_from, self.train_iters)
+        assert self.train_iters is not None  # `scheduled_targets` has checked it
+        return healing_targets(self.config, self.targets, state.heal_from, self.train_iters)
 
     # ---- the first plan -------------------------------------------------------------------------
 

@@ -41,6 +41,7 @@ from megatron_snip.reporting.run_directory import RunDirectory
 from megatron_snip.reporting.run_record import read_run
 from megatron_snip.reporting.writers import WandbWriter, added_writers, start_wandb
 from megatron_snip.run.controller import SnipController
+from megatron_snip.run.healing import scheduled_targets
 from megatron_snip.run.state import RunState, resumed_state
 from megatron_snip.trainer.checkpoint import (
     Progress,
@@ -120,7 +121,7 @@ def check_run(config: TrainConfig, world_size: int) -> None:
             )
         get_policy(config.snip.policy)
         check_divergences(config.snip)
-        config.snip.targets(config.train_iters)
+        scheduled_targets(config.snip, config.train_iters)
         if config.snip.plan_file is not None:
             read_plan(config.snip.plan_file)
     done = resume_iteration(config)

@@ -16,6 +16,7 @@ from megatron_snip.flags import add_flags, flag_name, given_values
 from megatron_snip.options import Option
 from megatron_snip.output import yaml_text
 from megatron_snip.planning.settings import PlanSettings
+from megatron_snip.run.healing import scheduled_targets
 from megatron_snip.target_schedule import RAMP_STEP
 
 OTHER: dict[str, Any] = {
@@ -187,7 +188,7 @@ def test_yaml_flags_and_python_make_equal_objects(values: dict[str, Any], tmp_pa
 )
 def test_bad_values_end_in_one_line_that_names_them(values: dict[str, Any], said: str) -> None:
     with pytest.raises(UsageError, match=said) as error:
-        make_config(values).targets(10_000)
+        scheduled_targets(make_config(values), 10_000)
     assert "\n" not in str(error.value)
 
 
@@ -215,7 +216,7 @@ def test_the_planner_s_settings_are_the_run_s() -> None:
 
 
 def targets(iterations: list[int], **config: object) -> list[float]:
-    schedule = SnipConfig(**config).targets(10_000)
+    schedule = scheduled_targets(SnipConfig(**config), 10_000)
     return [schedule.at(i) for i in iterations]
 
 
@@ -247,5 +248,6 @@ def test_healing_ends_at_zero_before_the_run() -> None:
     for start in (9000.0, 0.9):
         healed = targets([8999, 9000, 9498, 9995, 10_000], heal_from=start, target_schedule="5:0.6")
         assert healed == [0.6, 0.6, 0.3, 0.0, 0.0]
-    assert make_config({"heal_from": 1}).targets(100).heal_from == 1  # an iteration
-    assert make_config({"heal_from": 0.07}).targets(100).heal_from == 7  # 0.07 * 100 is above 7
+    assert scheduled_targets(make_config({"heal_from": 1}), 100).heal_from == 1  # an iteration
+    fraction = make_config({"heal_from": 0.07})  # 0.07 * 100 is above 7
+    assert scheduled_targets(fraction, 100).heal_from == 7

@@ -12,7 +12,13 @@ from megatron_snip.options import Option
 from megatron_snip.planning.planner import make_plan
 from megatron_snip.planning.problem import LinearChoices, OptionCost, PlanningProblem
 from megatron_snip.planning.settings import PlanSettings
-from megatron_snip.run.healing import begins_below_noise, healing_problem, heals_in_order
+from megatron_snip.run.healing import (
+    begins_below_noise,
+    healing_problem,
+    healing_targets,
+    heals_in_order,
+    scheduled_targets,
+)
 from megatron_snip.run.replanning import target_to_plan_for
 from megatron_snip.run.state import RunState
 from megatron_snip.target_schedule import Point, TargetSchedule
@@ -108,7 +114,7 @@ def test_healing_begins_once_where_the_noise_of_the_plan_is_above_the_limit() ->
 
     assert [begins(noise) for noise in (None, 0.0, 0.5, 0.51)] == [False, False, False, True]
     assert not begins_below_noise(SnipConfig(), steady, 40, 9.0)
-    late = settings.healing(steady, 60, 100)
+    late = healing_targets(settings, steady, 60, 100)
     assert begins(0.51, late) and not begins(0.51, late, at=60)
 
 
@@ -119,7 +125,7 @@ def test_a_run_that_heals_because_of_noise_follows_the_ramp_of_heal_from() -> No
     state = RunState(50, plan_of(["fp8", "fp8", "fp4"]), heal_from=50)
     found = plans.targets_of(state)
     assert found.heal_from == 50
-    like = SnipConfig(target_schedule="0:0.8", heal_from=50, lag=2).targets(100)
+    like = scheduled_targets(SnipConfig(target_schedule="0:0.8", heal_from=50, lag=2), 100)
     assert [found.at(i) for i in range(50, 101)] == [like.at(i) for i in range(50, 101)]
     assert (found.at(49), found.at(95)) == (0.8, 0.0)
     for other in (None, replace(state, heal_from=None)):
