@@ -143,7 +143,7 @@ class RunPlans:
                 f"the policy '{config.policy}' measures no noise; use --snip-heal-from",
                 field="heal_below_noise",
             )
-        self.schedule = Schedule.of(self.config)
+        self.schedule = Schedule(self.config)
         self.train_iters = train_iters
         self._model = model
 

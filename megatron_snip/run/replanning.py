@@ -34,7 +34,7 @@ def target_to_plan_for(
             formats they may lack these: then the next refresh plans.
     """
     schedule = plans.schedule
-    target = plans.targets_of(state).at(iteration + schedule.lag)
+    target = plans.targets_of(state).at(iteration + plans.config.lag)
     if state.target is None or state.target == target or state.solve is not None:
         return None
     failed = state.failed

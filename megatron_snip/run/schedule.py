@@ -11,7 +11,7 @@ it is measured.
 """
 
 from dataclasses import dataclass, replace
-from typing import Self
+from functools import cached_property
 
 from megatron_snip.config import SnipConfig
 from megatron_snip.planning.policies import get_policy
@@ -36,38 +36,36 @@ class Schedule:
     """When a run measures and plans, by its settings.
 
     Attributes:
-        start: `--snip-start-step`.
-        interval: `--snip-interval`.
-        lag: `--snip-lag`.
-        measures: whether refreshes are measured.
-        plans_without_statistics: whether the policy needs no statistics. Then it plans before the
-            first iteration, and again only if the target changes (by schedule or healing).
-        changes_plans: whether refreshes or changes of the target lead to new plans.
-        changes_target: whether the target differs between iterations.
+        config: the settings.
+
+    Raises:
+        UsageError: if the policy is unknown.
     """
 
-    start: int
-    interval: int
-    lag: int
-    measures: bool
-    plans_without_statistics: bool
-    changes_plans: bool
-    changes_target: bool
+    config: SnipConfig
 
-    @classmethod
-    def of(cls, config: SnipConfig) -> Self:
-        """Return the schedule of a run's settings."""
-        plans_without_statistics = not get_policy(config.policy).needs_statistics
-        plans_again = config.target_changes or not plans_without_statistics
-        return cls(
-            config.start_step,
-            config.interval,
-            config.lag,
-            measures=config.collect_only or not plans_without_statistics,
-            plans_without_statistics=plans_without_statistics,
-            changes_plans=plans_again and not config.collect_only,
-            changes_target=config.target_changes,
-        )
+    def __post_init__(self) -> None:
+        _ = self.plans_without_statistics  # all ranks refuse an unknown policy here
+
+    @cached_property
+    def plans_without_statistics(self) -> bool:
+        """Whether the policy needs no statistics.
+
+        Then it plans before the first iteration, and again only if the target changes (by schedule
+        or healing).
+        """
+        return not get_policy(self.config.policy).needs_statistics
+
+    @property
+    def measures(self) -> bool:
+        """Whether refreshes are measured."""
+        return self.config.collect_only or not self.plans_without_statistics
+
+    @property
+    def changes_plans(self) -> bool:
+        """Whether refreshes or changes of the target lead to new plans."""
+        plans_again = self.config.target_changes or not self.plans_without_statistics
+        return plans_again and not self.config.collect_only
 
     def due_since(
         self, state: ScheduleState, done: int, iteration: int, wanted_at: int | None = None
@@ -81,7 +79,7 @@ class Schedule:
                 skipped some.
             wanted_at: an iteration from which a refresh is wanted out of turn, or None.
         """
-        if not self.measures or iteration < self.start:
+        if not self.measures or iteration < self.config.start_step:
             return None
         by_turn = self._turn_after(done) if state.due_since is None else state.due_since
         if by_turn <= iteration:
@@ -101,10 +99,10 @@ class Schedule:
             state: what was measured; the iteration itself measures nothing.
             iteration: the iteration that is about to run.
         """
-        if not (self.changes_plans and self.changes_target):
+        if not (self.changes_plans and self.config.target_changes):
             return False
         next_refresh = self._turn_after(iteration) if state.due_since is None else state.due_since
-        return self.plans_without_statistics or next_refresh - iteration >= self.lag
+        return self.plans_without_statistics or next_refresh - iteration >= self.config.lag
 
     def checkpointed(self, state: ScheduleState, done: int, iteration: int) -> ScheduleState:
         """Return what a checkpoint after an iteration keeps.
@@ -119,6 +117,8 @@ class Schedule:
 
     def _turn_after(self, iteration: int) -> int:
         """Return the first iteration after another one at which a refresh begins by its turn."""
-        if iteration < self.start:
-            return self.start
-        return iteration + self.interval - (iteration - self.start) % self.interval
+        start = self.config.start_step
+        interval = self.config.interval
+        if iteration < start:
+            return start
+        return iteration + interval - (iteration - start) % interval

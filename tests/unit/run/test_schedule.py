@@ -24,7 +24,7 @@ class Run:
     def __init__(
         self, config: SnipConfig, done: int = 0, state: ScheduleState | None = None
     ) -> None:
-        self.schedule = Schedule.of(config)
+        self.schedule = Schedule(config)
         self.state = state or ScheduleState()
         self.done = done
 
@@ -108,7 +108,7 @@ def test_a_run_that_turns_snip_on_later_waits_for_the_next_turn() -> None:
 
 
 def test_a_refresh_out_of_turn_is_due_from_where_it_is_wanted_until_it_is_measured() -> None:
-    schedule = Schedule.of(SnipConfig(start_step=5, interval=100))
+    schedule = Schedule(SnipConfig(start_step=5, interval=100))
     before = ScheduleState(5)
     due = [schedule.due_since(before, i - 1, i, wanted_at=41) for i in (40, 41, 42)]
     assert due == [None, 41, 42]
