@@ -2,7 +2,7 @@
 
 A loop's `train_step` gets Megatron's forward-backward function as an argument, and may call it
 several times in one iteration (Megatron's rerun state machine repeats an iteration whose result it
-doubts). SNIP puts the controller's `forward_backward` in its place.
+doubts). SNIP puts the controller's `forward_backward` in its place, and collects the metrics.
 """
 
 import math

@@ -533,7 +533,7 @@ class SnipController:
 
         def make() -> PlanningProblem:
             if mean is None or self._schedule.plans_without_statistics:
-                return self._plans.problem_without_measurements(target)
+                return self._plans.available.problem_without_measurements(target)
             return self._observations.measurement(mean, target).problem
 
         return self._plans.fitted_problem(self._control.attempt(what, make))

@@ -61,7 +61,7 @@ class GuardState(Record):
             next fallback is what the job itself runs. A plan may be the fallback although it was
             not judged to the end. None: there is no earlier plan. Earlier checkpoints call it
             `good`.
-        refused: digests of plans that were reverted.
+        refused: digests of the last MAX_REFUSED plans that were reverted.
         num_reverted: plans reverted since one was last judged good.
         refresh_at: iteration from which a refresh is wanted because a plan was reverted, or None.
     """
@@ -78,10 +78,6 @@ class GuardState(Record):
     def is_judging(self) -> bool:
         """Whether the current plan is being judged."""
         return self.loss.watch is not None
-
-    def refuses(self, plan: PrecisionPlan) -> bool:
-        """Return whether a plan is among the last MAX_REFUSED that were reverted."""
-        return plan.digest in self.refused
 
     def after_plan_change(self, fallback: PrecisionPlan | None, sigmas: float) -> "GuardState":
         """Return the state that judges a new plan from the coming iteration on.

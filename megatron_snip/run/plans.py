@@ -179,7 +179,7 @@ class RunPlans:
             # `check_settings` raises if no plan reaches the highest target of the run.
             highest = max(point.target for point in self.targets.points)
             settings = self.plan_settings(seed)
-            problem = self.problem_without_measurements(highest)
+            problem = self.available.problem_without_measurements(highest)
             check_settings(problem, self.config, settings, self.available)
             match source:
                 case PlanSource.FILE:
@@ -238,7 +238,7 @@ class RunPlans:
 
     def _policy_plan(self, settings: PlanSettings, iteration: int) -> PrecisionPlan:
         """Return the plan of a policy that needs no measurement, for an iteration's target."""
-        problem = self.problem_without_measurements(self.targets.at(iteration))
+        problem = self.available.problem_without_measurements(self.targets.at(iteration))
         with naming_field("policy"):
             return without_objective(make_plan(problem, settings))
 
@@ -263,10 +263,6 @@ class RunPlans:
         return fitted_problem(problem, self.config, self.available, self._model.refusals_of)
 
     # ---- later plans ----------------------------------------------------------------------------
-
-    def problem_without_measurements(self, target: float) -> PlanningProblem:
-        """Return the problem before any measurement: all quality losses are 0."""
-        return self.available.problem_without_measurements(target)
 
     def job_fallback(self, plan: PrecisionPlan, iteration: int) -> PrecisionPlan:
         """Return what the guard falls back to where no other plan is left: what the job runs.

@@ -259,7 +259,7 @@ def _plan(found: Preflight, job: BuiltJob, config: SnipConfig, models: list[Plan
     found.warnings += available.warnings
     found.hints += available.hints
     _note(found, lambda: _targets(found, plans, model))
-    problem = plans.problem_without_measurements(found.target.get("runs") or 0.0)
+    problem = plans.available.problem_without_measurements(found.target.get("runs") or 0.0)
     found.problem = problem.to_dict()
     found.measuring = costs.measuring(job, plans.config)
     found.control_s = costs.control_seconds(len(model.job.linears), job.num_ranks)
@@ -304,7 +304,7 @@ def _targets(found: Preflight, plans: RunPlans, model: PlannedModel) -> None:
     config = plans.config
     if config.collect_only or not get_policy(config.policy).heeds_target:
         return
-    problem = plans.problem_without_measurements(1.0)
+    problem = plans.available.problem_without_measurements(1.0)
     least, best = reachable_range(config, problem, plans.available)
     total = sum(each.flops_per_token for each in model.job.linears)
     in_job = 0.0

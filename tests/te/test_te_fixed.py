@@ -49,7 +49,7 @@ def test_linears_that_a_file_keeps_in_bf16_stay_so_in_every_plan(run: dict[str, 
     found = plans.available.fixed
     assert set(found) == kept and len(kept) == 8
     assert {each.source for each in found.values()} == {Source.FILE}
-    problem = plans.problem_without_measurements(plans.targets.at(1))
+    problem = plans.available.problem_without_measurements(plans.targets.at(1))
     plan = make_plan(problem, plans.plan_settings(0))
     assert {plan.linears[name] for name in kept} == {BF16}
     assert plan.efficiency > 0
@@ -71,7 +71,7 @@ def test_a_linear_that_a_file_gives_another_recipe_keeps_that() -> None:
     model = build(quant_recipe=recipe_file(rules, tensorwise=recipe), **MXFP8)
     plans = run_plans(model, 1024)
     assert plans.config.formats == ("fp8", "fp4")
-    problem = plans.problem_without_measurements(plans.targets.at(1))
+    problem = plans.available.problem_without_measurements(plans.targets.at(1))
     plan = make_plan(problem, plans.plan_settings(0))
     under = PlannedModel([model], Topology(), 7)
     under.install()
@@ -128,7 +128,7 @@ def test_auto_takes_formats_that_linears_with_stored_weights_can_choose_from(nam
     plans = run_plans(model, 1024)
     assert plans.config.formats == formats
     target = plans.config.efficiency_target
-    problem = plans.problem_without_measurements(target)
+    problem = plans.available.problem_without_measurements(target)
     free = [row for row in problem.linears if row.name not in plans.available.fixed]
     assert free and all(len(row.options) == 2 for row in free)
     reachable = sum(row.flops for row in free) / sum(row.flops for row in problem.linears)

@@ -36,7 +36,7 @@ from megatron_snip.linears.te.history import keep_history
 from megatron_snip.linears.te.job import job_option, job_recipe
 from megatron_snip.linears.te.machine import Machine, forward_only, te_recipe
 from megatron_snip.linears.te.modules import EXTENSION, weights_of
-from megatron_snip.linears.te.overlap import Overlap
+from megatron_snip.linears.te.overlap import overlap_flags, set_overlap
 from megatron_snip.linears.te.recipe import BF16_RECIPE, TERecipe
 from megatron_snip.linears.te.recipe_table import RECIPES, JobPrecision
 from megatron_snip.linears.te.refusals import linear_refusal, te_refusal, token_refusal
@@ -112,7 +112,7 @@ class RecipeTELinear:
         self._planned_recipe = self._job_recipe
         self.planned_params = self._job_params
         self.stored = stored_weights(module, self.weights)
-        self._overlap = Overlap(module)
+        self._overlap_flags = overlap_flags(module)
         self._hooks: list[Any] = []
         # Transformer Engine's recipe object for which the module has quantizers, or None.
         self._te_recipe_of_quantizers: Any = None
@@ -221,7 +221,7 @@ class RecipeTELinear:
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
-        self._overlap.set_recipe(None)
+        set_overlap(self.module, self._overlap_flags, None)
         self.module.te_quant_params = self._params_before_snip
         self.option = self.job_option
 
@@ -267,7 +267,7 @@ class RecipeTELinear:
         else:
             module.te_quant_params = self.planned_params
             recipe = None if self.runs_as_job else self._planned_recipe
-        self._overlap.set_recipe(recipe)
+        set_overlap(module, self._overlap_flags, recipe)
         if not self.runs_as_job and torch.is_grad_enabled():
             drop_nvfp4_without_columns(module)
         if self.stored is not None and recipe is not None:

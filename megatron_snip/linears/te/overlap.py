@@ -11,6 +11,7 @@ A linear whose recipe has no buffer communicates by NCCL, without overlap.
 """
 
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 from megatron_snip.linears.te.recipe import BF16_RECIPE, TERecipe
@@ -28,25 +29,24 @@ _FLAGS = (
 """Attributes of a module, read in every forward: where a GEMM runs while ranks communicate."""
 
 
-class Overlap:
-    """What one module overlaps in the job, and under a plan."""
+def overlap_flags(module: Any) -> tuple[str, ...]:
+    """Return the attributes by which a module overlaps in the job."""
+    return tuple(flag for flag in _FLAGS if getattr(module, flag, False))
 
-    def __init__(self, module: Any) -> None:
-        """Read what the job overlaps."""
-        self._module = module
-        self._flags = tuple(flag for flag in _FLAGS if getattr(module, flag, False))
 
-    def set_recipe(self, recipe: TERecipe | None) -> None:
-        """Overlap in the next forward only if there is a buffer for it.
+def set_overlap(module: Any, flags: Sequence[str], recipe: TERecipe | None) -> None:
+    """Let a module overlap in its next forward only if there is a buffer for it.
 
-        Args:
-            recipe: what the forward runs; None for the job's own, which has its buffer.
-        """
-        if not self._flags:
-            return
-        overlaps = recipe is None or _has_buffer(recipe)
-        for flag in self._flags:
-            self._module.fast_setattr(flag, overlaps)
+    Args:
+        module: a Transformer Engine linear.
+        flags: what `overlap_flags` returned before any change.
+        recipe: what the forward runs; None for the job's own, which has its buffer.
+    """
+    if not flags:
+        return
+    overlaps = recipe is None or _has_buffer(recipe)
+    for flag in flags:
+        module.fast_setattr(flag, overlaps)
 
 
 def _has_buffer(recipe: TERecipe) -> bool:

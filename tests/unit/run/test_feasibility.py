@@ -78,7 +78,7 @@ def test_linears_that_run_the_job_s_option_only_keep_it_and_lower_the_target() -
     refusals = {o: {B: "it is fixed"} for o in (BF16, FP4)}
     plans = run_plans(refusals, FP8_JOB)
     assert plans.config.efficiency_target == 0.75 * 0.75
-    problem = plans.problem_without_measurements(0.75)
+    problem = plans.available.problem_without_measurements(0.75)
     assert [sorted(row.options) for row in problem.linears] == [
         ["fp4", "fp8"],
         ["fp8"],
@@ -172,10 +172,10 @@ def test_what_the_job_s_own_rules_fix_stays_as_the_job_runs_it() -> None:
     }
     lowest = plans.first_plan(None, 0).plan
     assert options_of(lowest) == ["mxfp8", "fp8", "bf16"]
-    (first, second, third) = plans.problem_without_measurements(0.0).linears
+    (first, second, third) = plans.available.problem_without_measurements(0.0).linears
     assert first.options["mxfp8"].quality_loss == 0.0
     assert list(second.options) == list(third.options) == ["fp8", "fp4"]
-    made = make_plan(plans.problem_without_measurements(0.25), plans.plan_settings(0))
+    made = make_plan(plans.available.problem_without_measurements(0.25), plans.plan_settings(0))
     assert options_of(made) == ["mxfp8", "fp4", "bf16"]
     fallback = plans.job_fallback(made, 9)
     assert options_of(fallback) == ["mxfp8", "fp8", "bf16"]

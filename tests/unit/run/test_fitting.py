@@ -56,7 +56,7 @@ def test_tied_linears_get_one_option() -> None:
         "too small",
         "its operations are fused with those of another linear",
     }
-    assert plans.problem_without_measurements(0.2).ties == ((B, C),)
+    assert plans.available.problem_without_measurements(0.2).ties == ((B, C),)
 
 
 def test_options_of_fixed_linears_are_asked_for_in_the_order_of_the_model() -> None:
