@@ -379,15 +379,6 @@ class SnipConfig(ScheduleFields, MeasureFields, PlanFields, GuardFields, ReportF
         allowed = {gemm: {entry[gemm] for entry in entries} for gemm in Gemm}
         return all(option[gemm] in allowed[gemm] for gemm in Gemm)
 
-    def planning_values(self) -> dict[str, Any]:
-        """Return what a `PlanSettings` has of the settings; `RunPlans.plan_settings` adds pins."""
-        return {
-            "policy": self.policy,
-            "pipeline_balance": self.pipeline_balance,
-            "change_penalty": self.change_penalty,
-            "cost": self.cost,
-        }
-
     @property
     def target_changes(self) -> bool:
         """Whether the target changes during the run."""

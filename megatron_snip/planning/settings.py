@@ -1,10 +1,10 @@
 """PlanSettings: the rules under which a plan is made."""
 
-from typing import Annotated
+from typing import Annotated, Any, Self
 
 from pydantic import Field
 
-from megatron_snip.config import EfficiencyMeasure, PipelineBalance, Section, Share
+from megatron_snip.config import EfficiencyMeasure, PipelineBalance, Section, Share, SnipConfig
 
 
 class PlanSettings(Section):
@@ -48,3 +48,14 @@ class PlanSettings(Section):
     gap: Annotated[float, Field(ge=0.0)] = 1e-3
     """Relative gap that is good enough. The solver searches for the optimum for a fixed amount of
     work, and continues only while the gap is larger than this."""
+
+    @classmethod
+    def of(cls, config: SnipConfig, **others: Any) -> Self:
+        """Return the rules for plans of a run, by the run's settings and what these do not have."""
+        return cls(
+            policy=config.policy,
+            pipeline_balance=config.pipeline_balance,
+            change_penalty=config.change_penalty,
+            cost=config.cost,
+            **others,
+        )

@@ -164,7 +164,7 @@ def frontier_of(
         return "This version of megatron-snip cannot read the run's settings."
     update = {"policy": "snip", "time_limit_s": TIME_LIMIT_S}
     try:
-        settings = PlanSettings(**run.snip.planning_values(), pins=run.problem.pins)
+        settings = PlanSettings.of(run.snip, pins=run.problem.pins)
         settings = settings.model_copy(update=update)
         points = frontier(run.problem, settings, TARGETS, progress)
     except SnipError as error:

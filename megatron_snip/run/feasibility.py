@@ -141,7 +141,7 @@ def reachable_range(
     best = 1.0
     try:
         with naming_field("pins"):
-            settings = PlanSettings(**config.planning_values(), pins=available.pins)
+            settings = PlanSettings.of(config, pins=available.pins)
             check_constraints(problem, settings)
     except InfeasiblePlanError as error:
         best = error.best_target or 0.0

@@ -231,10 +231,10 @@ class RunPlans:
 
     def plan_settings(self, seed: int) -> PlanSettings:
         """Return the rules under which plans are made."""
-        values = self.config.planning_values()
+        settings = PlanSettings.of(self.config, pins=self.available.pins, seed=seed)
         if self.config.collect_only:  # nothing measures the seconds that the cost `time` counts
-            values["cost"] = "flops"
-        return PlanSettings(**values, pins=self.available.pins, seed=seed)
+            return settings.model_copy(update={"cost": "flops"})
+        return settings
 
     def _policy_plan(self, settings: PlanSettings, iteration: int) -> PrecisionPlan:
         """Return the plan of a policy that needs no measurement, for an iteration's target."""

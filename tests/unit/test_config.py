@@ -212,7 +212,7 @@ def test_the_planner_s_settings_are_the_run_s() -> None:
         "cost": "time",
     }
     config = make_config(common)
-    assert PlanSettings(**config.planning_values(), seed=7) == PlanSettings(**common, seed=7)
+    assert PlanSettings.of(config, seed=7) == PlanSettings(**common, seed=7)
 
 
 def targets(iterations: list[int], **config: object) -> list[float]:

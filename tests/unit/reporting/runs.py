@@ -107,7 +107,7 @@ def health_of(shape: Shape, iteration: int) -> HealthTable:
 
 
 def plan_from(shape: Shape, measured: Measurement) -> PrecisionPlan:
-    settings = PlanSettings(**shape.config.planning_values())
+    settings = PlanSettings.of(shape.config)
     plan = make_plan(measured.problem, settings, None, measured.divergences.statistics.iteration)
     return plan.model_copy(update={"seconds": 0.125})
 
