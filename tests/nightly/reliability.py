@@ -263,7 +263,7 @@ CASES = (
     ),
     Case("`kill -STOP` of a rank, then Ctrl-C", _stop_rank_and_interrupt),
     Case("the same, Ctrl-C twice", _stop_rank_and_interrupt_twice),
-    Case("SIGTERM in ordinary iterations", _terminate),
+    Case("SIGTERM in baseline steps", _terminate),
     Case("SIGTERM as an iteration is measured", _terminate, at=10),
     Case("SIGTERM at the first refresh on a busy machine", _terminate_on_a_busy_machine, at=10),
     Case("SIGTERM as the solver works", _terminate, at=11),
