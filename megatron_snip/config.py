@@ -38,6 +38,20 @@ AUTO = "auto"
 FREE = "free"
 """What a pin gives to linears that the job's own rules fix: they are the planner's again."""
 
+OF_PRODUCTS = {
+    "loss_divergence": ("fisher", "first_plus_fisher"),
+    "weight_divergence": ("updates",),
+}
+"""The divergences that `measure: norms` gives no numbers for."""
+
+NORMS_DEFAULTS = {
+    "loss_divergence": "norms",
+    "weight_divergence": "norms",
+    "weight_lambda": 0.01,
+}
+"""The defaults of these settings under `measure: norms`. With so small a lambda a plan lowers dgrad
+and wgrad of all linears before the first fprop, as the policy norms-gemm does."""
+
 AUTO_FORMATS = ("fp8", "fp4")
 """What `auto` means where GEMMs are simulated. Under Transformer Engine it is two of these and bf16
 (linears/auto_formats.py)."""
@@ -125,17 +139,23 @@ class ScheduleFields(Section):
 class MeasureFields(Section):
     """What a refresh measures."""
 
+    measure: Literal["products", "norms"] = "products"
+    """`products`: the errors of the three GEMMs of each linear. `norms`: norms of the operands and
+    of their errors alone, without a product. Then the two divergences are `norms`, and
+    weight_lambda is 0.01, unless they are given."""
+
     stat_decay: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.5
     """Weight of earlier measurements in the running mean of the statistics. The first-order term
     `first` and the counts of tokens and microbatches are not averaged."""
 
     loss_divergence: str = "fisher"
     """Estimator of the loss divergence: `fisher` (second order), the paper's
-    `first_plus_fisher` (|first order| + second order), or what a plugin adds."""
+    `first_plus_fisher` (|first order| + second order), `norms` (a bound of the first order by
+    Frobenius norms), or what a plugin adds."""
 
     weight_divergence: str = "updates"
-    """Estimator of the weight divergence: `updates` (the change of the next updates), or what a
-    plugin adds."""
+    """Estimator of the weight divergence: `updates` (the change of the next updates), `norms`
+    (bounds by the norms of dgrad's and wgrad's operands), or what a plugin adds."""
 
     weight_lambda: Annotated[float, Field(ge=0.0, le=1e6)] = 0.1
     """Weight of the normalized weight divergence relative to the loss divergence."""
@@ -261,6 +281,13 @@ class SnipConfig(ScheduleFields, MeasureFields, PlanFields, GuardFields, ReportF
             return tuple(part.strip() for part in value.split(",") if part.strip())
         return value
 
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_in_norms(cls, values: Any) -> Any:
+        if isinstance(values, dict) and values.get("measure") == "norms":
+            return NORMS_DEFAULTS | values
+        return values
+
     @model_validator(mode="after")
     def _check_together(self) -> Self:
         # This imports the user's modules: formats and policies among the settings may be theirs.
@@ -278,6 +305,8 @@ class SnipConfig(ScheduleFields, MeasureFields, PlanFields, GuardFields, ReportF
             )
         if self.formats != (AUTO,):
             self.check_pins()
+        if self.measure == "norms":
+            self._check_norms()
         if self.cost != "time" and self.calibration != AUTO:
             raise UsageError(
                 f"'{self.calibration}' holds seconds, which only --snip-cost time counts; add that",
@@ -304,6 +333,24 @@ class SnipConfig(ScheduleFields, MeasureFields, PlanFields, GuardFields, ReportF
                 field="lag",
             )
         return self
+
+    def _check_norms(self) -> None:
+        """Refuse settings that need products."""
+        for field, names in OF_PRODUCTS.items():
+            name = getattr(self, field)
+            if name in names:
+                raise UsageError(
+                    f"'{name}' needs products, and --snip-measure is norms; use norms, or measure "
+                    "products",
+                    field=field,
+                )
+        for alert in self.alerts:
+            if alert.measure == "gemm_sqnr_db":
+                raise UsageError(
+                    f"'{alert.text}' needs products, and --snip-measure is norms; use sqnr_db, or "
+                    "measure products",
+                    field="alert",
+                )
 
     def check_pins(self) -> None:
         """Refuse a pin to an option that the formats do not have; call it once `auto` is resolved.

@@ -26,11 +26,16 @@ earlier layers' updates through dgrad is small, so a term of the right size is e
 format. The factors come from one model (5 layers of width 192) on which the change of the updates
 was measured linear by linear; docs/measuring.md judges them on others.
 
+Where only norms are measured (`measure: norms`), both divergences are `norms`, of the scores below:
+
+    loss_l(q)   = norms_fprop
+    weight_l(q) = norms_dgrad + norms_wgrad
+
 The scores of the baselines are sums over the GEMMs. A and B are the operands of a GEMM, and C is
 the third of X, W and G. The error of an operand in a format is measured once (X and W in the tiles
-of fprop, G in those of wgrad), and used for all GEMMs. `norms` bounds the change of the loss by
-Frobenius norms, to first order in the errors, like the bound in the paper; `norms_fprop`,
-`norms_dgrad` and `norms_wgrad` are its terms. The scores:
+of fprop; G in those of wgrad, or of dgrad under `measure: norms`), and used for all GEMMs. `norms`
+bounds the change of the loss by Frobenius norms, to first order in the errors, like the bound in
+the paper; `norms_fprop`, `norms_dgrad` and `norms_wgrad` are its terms. The scores:
 
     abs_error  = sum of |Q(A) - A| + |Q(B) - B|
     rel_error  = sum of |Q(A) - A| / |A| + |Q(B) - B| / |B|
@@ -184,14 +189,16 @@ def divergence_table(
     lowest = Option.uniform(lowest_format)
     name = config.loss_divergence
     loss_of = LOSS_DIVERGENCES[name]
-    if name not in _OURS:
+    if loss_of not in _OURS:
         loss_of = _guarded("loss_divergence", name, loss_of)
     name = config.weight_divergence
     if name == UPDATES:
         weight_of: Divergence
         weight_of = partial(weight_divergence, kappa=fprop_scale(table.linears, lowest_format))
     else:
-        weight_of = _guarded("weight_divergence", name, WEIGHT_DIVERGENCES[name])
+        weight_of = WEIGHT_DIVERGENCES[name]
+        if weight_of not in _OURS:
+            weight_of = _guarded("weight_divergence", name, weight_of)
     loss_sum = finite_sum(_or_nan(loss_of, linear, lowest) for linear in table.linears)
     weight_sum = finite_sum(_or_nan(weight_of, linear, lowest) for linear in table.linears)
 
@@ -358,6 +365,17 @@ def first_plus_fisher(linear: LinearStatistics, option: Option) -> float:
     return found.fisher + abs(found.first)
 
 
+def norms_of_fprop(linear: LinearStatistics, option: Option) -> float:
+    """Return the bound of the loss divergence by norms, >= 0, in units of the loss."""
+    return gemm_norm_bound(linear, option, Gemm.FPROP)
+
+
+def norms_of_gradients(linear: LinearStatistics, option: Option) -> float:
+    """Return the weight divergence by norms, >= 0: the bounds of dgrad and wgrad together."""
+    dgrad = gemm_norm_bound(linear, option, Gemm.DGRAD)
+    return dgrad + gemm_norm_bound(linear, option, Gemm.WGRAD)
+
+
 Divergence = Callable[[LinearStatistics, Option], float]
 """Returns the divergence of an option at a linear by the linear's statistics. An option that is not
 BF16 in all GEMMs may be BF16 in some, for which there are no statistics."""
@@ -365,16 +383,18 @@ BF16 in all GEMMs may be BF16 in some, for which there are no statistics."""
 LOSS_DIVERGENCES: dict[str, Divergence] = {
     "fisher": fisher,
     "first_plus_fisher": first_plus_fisher,
+    "norms": norms_of_fprop,
 }
 """By name, as `loss_divergence` has it; plugins add more (`megatron_snip/plugins.py`)."""
 
 UPDATES = "updates"
 """The name of `weight_divergence`, whose kappa depends on all linears."""
 
-WEIGHT_DIVERGENCES: dict[str, Divergence] = {}
-"""Those that plugins add, by name."""
+WEIGHT_DIVERGENCES: dict[str, Divergence] = {"norms": norms_of_gradients}
+"""The others by name; plugins add more."""
 
-_OURS = frozenset({*LOSS_DIVERGENCES, UPDATES})
+_OURS = (fisher, first_plus_fisher, norms_of_fprop, norms_of_gradients)
+"""A plugin's may fail; these do so only where a score could not be measured."""
 
 
 def check_divergences(config: SnipConfig) -> None:

@@ -31,7 +31,11 @@ from megatron_snip.statistics.health_table import (
     LinearHealth,
     OperandHealth,
 )
-from megatron_snip.statistics.records import LinearStatistics, StatisticsTable
+from megatron_snip.statistics.records import (
+    LinearStatistics,
+    StatisticsTable,
+    has_products,
+)
 from megatron_snip.statistics.rows import (
     ERROR_SQUARE,
     ERROR_SUMS,
@@ -223,8 +227,7 @@ def _linear_health(
     grad, step, num_gradients = sums.norms.tolist()
     gradient_norm = math.sqrt(grad) if num_gradients and math.isfinite(grad) else None
     gradient_noise = {
-        name: _gradient_noise(errors.wgrad_error_square, gradient_norm)
-        for name, errors in s.formats.items()
+        name: _gradient_noise(_wgrad_error_square(s, name), gradient_norm) for name in s.formats
     }
     weight = s.weight_square * max(1, len(experts))  # it is the mean over experts
     return LinearHealth(
@@ -238,6 +241,20 @@ def _linear_health(
         histograms=histograms,
         gradient_noise=gradient_noise,
     )
+
+
+def _wgrad_error_square(s: LinearStatistics, name: str) -> float:
+    """Return |eW|^2 in a format: measured, or where norms alone are measured an estimate.
+
+    The estimate takes the errors of all elements for independent. In small runs what is measured is
+    0.7 to 1.3 times the estimate.
+    """
+    errors = s.formats[name]
+    if has_products([s]):
+        return errors.wgrad_error_square
+    of_grad = errors.grad_error_square * s.input_square
+    of_input = errors.input_error_square * s.grad_square
+    return (of_grad + of_input) / s.tokens if s.tokens else math.nan
 
 
 def _gradient_noise(error_square: float, gradient_norm: float | None) -> float | None:

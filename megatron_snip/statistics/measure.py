@@ -11,6 +11,9 @@ Tiles run along the contraction dimension of each GEMM. So fprop and dgrad are m
 tokens drawn at random. wgrad is measured on complete tiles of consecutive tokens, for some of the
 output features. Products accumulate in FP32. On a tensor-parallel rank the tensors are shards:
 `partial_sums` returns what must be added over the shards, and `totals` makes one vector of it.
+
+`norm_sums` measures norms alone: of X, W and G, and of their errors as health reports them, without
+a GEMM. All of them are of the single tokens.
 """
 
 from collections.abc import Iterable, Mapping
@@ -21,7 +24,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from megatron_snip.collectives import sum_together
+from megatron_snip.collectives import sum_over, sum_together
 from megatron_snip.formats import Format
 from megatron_snip.matmul import matmul_fp32
 from megatron_snip.quantizers.quantize import rotated
@@ -80,6 +83,10 @@ class PartialSums(NamedTuple):
         own = {n: t for n, t in self._asdict().items() if t is not None and n != "amax"}
         sums = sum_together(list(own.values()), group)
         return self._replace(**dict(zip(own, sums, strict=True)))
+
+    def totals(self, grad_output: Tensor) -> Tensor:
+        """Return the sums of the unsharded linear (`totals`), from G [S, N] of this shard."""
+        return totals(self, grad_output)
 
     @classmethod
     def zeros(
@@ -238,13 +245,7 @@ def _quantized(
         X and G of single tokens, as fprop and dgrad see them; of complete tiles, as wgrad sees
         them; and W.
     """
-
-    def entry(operand: Operand, gemm: Gemm, random: StochasticStream) -> GemmOperand:
-        x = rotated(operands.of(operand, gemm), fmt, gemm)
-        found = amaxes.of(x, fmt, operand, gemm)
-        amax_or_scale = operands.amax_or_scale(fmt, operand, gemm)
-        return GemmOperand(x, operand, gemm, found, random, amax_or_scale)
-
+    entry = partial(_entry, operands, fmt, amaxes)
     x = entry(Operand.INPUT, Gemm.FPROP, stream)
     g = entry(Operand.GRAD_OUTPUT, Gemm.DGRAD, stream)
     x_tiles = entry(Operand.INPUT, Gemm.WGRAD, tiles_stream)
@@ -257,6 +258,21 @@ def _quantized(
     single = _TokenPair(x_q, g_q, g.x)
     tiles = _TokenPair(x_tiles_q, g_tiles_q, g_tiles.x)
     return single, tiles, operands.weight.copies(name, of_weight, quantized[4:])
+
+
+def _entry(
+    operands: Operands,
+    fmt: Format,
+    amaxes: TileAmaxes,
+    operand: Operand,
+    gemm: Gemm,
+    stream: StochasticStream,
+) -> GemmOperand:
+    """Return X or G as it is quantized to a format for a GEMM."""
+    x = rotated(operands.of(operand, gemm), fmt, gemm)
+    found = amaxes.of(x, fmt, operand, gemm)
+    amax_or_scale = operands.amax_or_scale(fmt, operand, gemm)
+    return GemmOperand(x, operand, gemm, found, stream, amax_or_scale)
 
 
 def _wgrad_errors(
@@ -284,6 +300,79 @@ def _wgrad_errors(
         local = row_norms(error.mul_(sensitivity.col)) * sensitivity.row[features]
     norms["local_square"] = local
     return norms
+
+
+class NormSums(NamedTuple):
+    """The norms that a shard measured; all but `amax` add over shards. F formats.
+
+    Attributes:
+        health: [1 + F, 3 operands, OPERAND_SUMS]; see `LinearSums.health`. Its squares are the
+            statistics, too: `health_names` has their columns.
+        amax: [3] as in `PartialSums`.
+    """
+
+    health: Tensor
+    amax: Tensor
+
+    def summed(self, group: ProcessGroup) -> Self:
+        """All ranks of `group`: return the sums over the shards."""
+        return self._replace(health=sum_over(self.health, group))
+
+    def totals(self, grad_output: Tensor) -> Tensor:
+        """Return the sums of the unsharded linear over the sampled tokens: `health`, FP64, flat."""
+        return self.health.double().flatten()
+
+    @classmethod
+    def zeros(cls, operands: Operands, formats: Mapping[str, Format]) -> Self:
+        """Return the zeros that a shard adds if it could not measure."""
+        zeros = partial(operands.input.new_zeros, dtype=torch.float32)
+        shape = (1 + len(formats), len(Operand), OPERAND_SUMS)
+        return cls(zeros(shape), zeros(len(Operand)))
+
+
+def norm_sums(
+    operands: Operands,
+    *,
+    kind: LinearKind,
+    num_shards: int,
+    formats: Mapping[str, Format],
+    stream: StochasticStream,
+) -> NormSums:
+    """Measure norms on this shard; `partial_sums` has the arguments."""
+    if not operands.input.is_cuda:
+        operands = operands.tokens_as_fp32()
+    weight = operands.weight
+    x_counts = OperandCounts(Operand.INPUT)
+    g_counts = OperandCounts(Operand.GRAD_OUTPUT)
+    amaxes = TileAmaxes()
+    norms = {}
+    for name, fmt in formats.items():
+        x = _entry(operands, fmt, amaxes, Operand.INPUT, Gemm.FPROP, stream)
+        g = _entry(operands, fmt, amaxes, Operand.GRAD_OUTPUT, Gemm.DGRAD, stream)
+        of_weight = weight.originals(name, with_dgrad=False)
+        x_q, g_q, *w_q = quantize_dequantize_operands((x, g, *of_weight), fmt)
+        x_counts.add(x, fmt, x_q)
+        g_counts.add(g, fmt, g_q)
+        weight.measure_error(name, weight.copies(name, of_weight, w_q))
+        norms[f"{name}.input_error_square"] = row_norms(x_q.values.sub_(x.x))
+        norms[f"{name}.grad_error_square"] = row_norms(g_q.values.sub_(g.x))
+    norms["input_square"] = row_norms(operands.input)
+    norms["grad_square"] = row_norms(operands.of(Operand.GRAD_OUTPUT, Gemm.DGRAD))
+    norms |= weight.norms
+    counts = (x_counts, weight.counts, g_counts)
+    squares = sums_of_squares([norms[name] for name in health_names(formats)])
+    health = health_sums(counts, squares.view(1 + len(formats), len(counts)))
+    # Every shard holds G (row-parallel) or X (column-parallel) in full; it must count once.
+    replicated = Operand.GRAD_OUTPUT if kind == "row" else Operand.INPUT
+    health[:, list(Operand).index(replicated)] /= num_shards
+    return NormSums(health, torch.stack([each.amax for each in counts]))
+
+
+def health_names(formats: Iterable[str]) -> list[str]:
+    """Return the columns of `records.py` that the squares in `NormSums.health` are, in order."""
+    errors = ("input_error", "weight_error", "grad_error")
+    names = [f"{name}.{error}_square" for name in formats for error in errors]
+    return [*names, "input_square", "weight_square", "grad_square"]
 
 
 def total_names(formats: Iterable[str]) -> list[str]:

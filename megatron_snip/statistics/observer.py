@@ -40,7 +40,7 @@ from megatron_snip.quantizers.reference import amax_of
 from megatron_snip.quantizers.stochastic import StochasticStream, grad_output_stream
 from megatron_snip.statistics import fused
 from megatron_snip.statistics.health_table import HealthTable
-from megatron_snip.statistics.measure import PartialSums, partial_sums
+from megatron_snip.statistics.measure import NormSums, PartialSums, norm_sums, partial_sums
 from megatron_snip.statistics.measure_added import added_names, measure_added
 from megatron_snip.statistics.operands import AmaxesOrScales, MeasuredWeight, Operands
 from megatron_snip.statistics.records import StatisticsTable
@@ -161,10 +161,13 @@ class StepObserver:
             fmt.needs_amax_or_scale for fmt in settings.formats.values()
         )
         # All formats that rotate operands do it alike, so one amax of a rotated operand is enough.
-        rotating = [fmt for fmt in settings.formats.values() if fmt.wgrad_hadamard]
+        # They rotate those of wgrad, of which norms alone need none.
+        rotating = [
+            fmt for fmt in settings.formats.values() if fmt.wgrad_hadamard and settings.products
+        ]
         self._rotating_format = next((fmt for fmt in rotating if fmt.needs_amax_or_scale), None)
         self._num_forwards: dict[Placement, int] = defaultdict(int)
-        self._sums = RowBuilder(settings.formats, topology, sensitivities)
+        self._sums = RowBuilder(settings, topology, sensitivities)
         self._is_measured = partial(is_measured, settings, topology)
         # All linears of a microbatch have the same sample, so it is drawn once.
         self._draw = cache(partial(draw_sample, settings))
@@ -420,22 +423,27 @@ class StepObserver:
             grad_output_tiles=g[sample.in_tiles, features],
             amaxes_or_scales=weight.amaxes_or_scales,
         )
-        measure = partial(
-            _partial_sums,
-            operands,
-            kind=placement.kind,
-            num_shards=placement.tp.size,
-            formats=settings.formats,
-            stream=stream,
-            sensitivity=self._sensitivities.get(placement),
-            features=features,
-        )
+        named: dict[str, Any] = {
+            "kind": placement.kind,
+            "num_shards": placement.tp.size,
+            "formats": settings.formats,
+            "stream": stream,
+        }
+        of_products = {"sensitivity": self._sensitivities.get(placement), "features": features}
+
+        def measure() -> PartialSums | NormSums:
+            if settings.products:
+                return _partial_sums(operands, **named, **of_products)
+            return norm_sums(operands, **named)
+
         sums = self._try(placement, measure)
         if sums is not None:
             self._sums.add_amax(placement, sums.amax)
         if placement.tp.group is not None:
-            if sums is None:
+            if sums is None and settings.products:
                 sums = PartialSums.zeros(placement.kind, operands, settings.formats)
+            elif sums is None:
+                sums = NormSums.zeros(operands, settings.formats)
             sums = sums.summed(placement.tp.group)
         # The sums are those of all shards; one rank adds them to the table.
         if sums is not None and placement.tp.rank == 0:

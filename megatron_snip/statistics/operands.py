@@ -121,17 +121,21 @@ class MeasuredWeight:
         """W as it is measured: on a CPU in FP32."""
         return self.source if self.source.is_cuda else self.source.float()
 
-    def originals(self, name: str) -> list[GemmOperand]:
+    def originals(self, name: str, with_dgrad: bool = True) -> list[GemmOperand]:
         """Return what must be quantized for `copies` in the format called `name`.
 
         That is W for each GEMM that needs a copy of its own; nothing if the copies were kept.
+
+        Args:
+            name: the name.
+            with_dgrad: whether dgrad's copy is wanted; else it is that of fprop.
         """
         if name in self._copies:
             return []
         fmt = self._formats[name]
         block = operand_block(fmt, Operand.WEIGHT, Gemm.FPROP)
         is_square = block[0] == block[1]  # then one copy serves both GEMMs
-        gemms = [Gemm.FPROP] if is_square else [Gemm.FPROP, Gemm.DGRAD]
+        gemms = [Gemm.FPROP] if is_square or not with_dgrad else [Gemm.FPROP, Gemm.DGRAD]
         return [self._original(fmt, gemm) for gemm in gemms]
 
     def copies(
@@ -189,7 +193,7 @@ class Operands(NamedTuple):
         weight: W [N, K], and what is measured of it alone.
         grad_output: G [S, N], the same tokens.
         of_dgrad: which of these tokens dgrad is measured on.
-        input_tiles: X [R, K], the tokens of complete tiles of wgrad.
+        input_tiles: X [R, K], the tokens of complete tiles of wgrad. Of norms alone R = 0.
         grad_output_tiles: G [R, N / stride], the same tokens, every `stride`-th output feature.
         amaxes_or_scales: what scales of entire tensors are made from; None where no format has such
             a scale.

@@ -7,7 +7,7 @@ dW = G^T X when the operands of that GEMM are quantized (`measure.py`).
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple, Self, TypeVar
 
@@ -63,7 +63,8 @@ class FormatStatistics:
         wgrad_error_square: Error of the output of wgrad: the sum over microbatches of |eW|^2.
         input_error_square: Error of X in the tiles of fprop: the sum of |Q(X) - X|^2.
         weight_error_square: Error of W in the tiles of fprop: |Q(W) - W|^2, the mean over experts.
-        grad_error_square: Error of G in the tiles of wgrad: the sum of |Q(G) - G|^2.
+        grad_error_square: Error of G in the tiles of wgrad: the sum of |Q(G) - G|^2. Where norms
+            alone are measured, in those of dgrad.
         added: What plugins measure, by the name of the statistic (`statistics/added.py`); without
             values that are not finite.
     """
@@ -174,6 +175,28 @@ FORMAT_COLUMNS: tuple[str, ...] = tuple(
 
 BASE_COLUMNS: tuple[str, ...] = tuple(name for name in COLUMNS if name not in FORMAT_COLUMNS)
 """The measured fields of `LinearStatistics`, in the order of the reduced table's columns."""
+
+
+PRODUCT_COLUMNS: frozenset[str] = frozenset(
+    {
+        "first",
+        "fisher",
+        "aligned_fisher",
+        "local_square",
+        "output_error_square",
+        "input_grad_error_square",
+        "wgrad_error_square",
+        "output_square",
+        "input_grad_square",
+        "wgrad_square",
+    }
+)
+"""The columns that are measured on products; NaN where norms alone are measured."""
+
+
+def has_products(linears: Iterable[LinearStatistics]) -> bool:
+    """Return whether products were measured of any of these linears, and not norms alone."""
+    return any(not math.isnan(row.output_square) for row in linears if row.microbatches)
 
 
 def named_statistics(linear: LinearStatistics) -> dict[str, float]:

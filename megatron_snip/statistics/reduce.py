@@ -25,6 +25,7 @@ from megatron_snip.statistics.measure_added import added_names
 from megatron_snip.statistics.records import (
     BASE_COLUMNS,
     FORMAT_COLUMNS,
+    PRODUCT_COLUMNS,
     Column,
     FormatStatistics,
     LinearStatistics,
@@ -226,7 +227,11 @@ def _linear_statistics(
             return value
         return value * expansion
 
+    # NaN and not 0: an option without harm would be free for the planner.
+    not_measured: frozenset[str] = frozenset() if settings.products else PRODUCT_COLUMNS
+
     base: dict[str, Any] = {column: scaled(column) for column in BASE_COLUMNS}
+    base |= dict.fromkeys(not_measured & base.keys(), math.nan)
     # So far `microbatches` and `tokens` count what was measured; from here on all of the batch.
     # Where nothing was measured they are 0.
     base |= (counts if is_measured else BatchCounts(0.0, 0.0))._asdict()
@@ -238,6 +243,7 @@ def _linear_statistics(
         values["fisher"] *= batch_tokens / info.out_features
         values["aligned_fisher"] *= batch_tokens
         values["local_square"] /= update_square
+        values |= dict.fromkeys(not_measured & values.keys(), math.nan)
         added = {}
         for key, each in settings.added.items():
             value = scaled(f"{name}.{key}", each.column)

@@ -14,11 +14,10 @@ from typing import NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from megatron_snip.formats import Format
 from megatron_snip.log import log_failure
-from megatron_snip.statistics.measure import PartialSums, total_names, totals
+from megatron_snip.statistics.measure import NormSums, PartialSums, health_names, total_names
 from megatron_snip.statistics.records import column_of
-from megatron_snip.statistics.rows import RowLayout
+from megatron_snip.statistics.rows import ERROR_SQUARE, RowLayout
 from megatron_snip.statistics.sample import MeasureSettings, Sample, to_device
 from megatron_snip.statistics.sensitivity import Sensitivity
 from megatron_snip.topology import Placement, Topology
@@ -80,19 +79,22 @@ class RowBuilder:
 
     def __init__(
         self,
-        formats: Mapping[str, Format],
+        settings: MeasureSettings,
         topology: Topology,
         sensitivities: Mapping[Placement, Sensitivity],
     ) -> None:
         """Start without rows.
 
         Args:
-            formats: what is measured under each name.
+            settings: what is measured.
             topology: this rank's place.
             sensitivities: as in `StepObserver`.
         """
-        self._formats = formats
-        self._layout = RowLayout(formats)
+        self._layout = RowLayout(settings.formats)
+        self._has_products = settings.products
+        # The measured statistics. Those of norms alone are the squares in the health sums.
+        names = total_names if settings.products else health_names
+        self._names = names(settings.formats)
         self._topology = topology
         self._sensitivities = sensitivities
         # Linears share their factors, unless they have tokens of their own, as experts do.
@@ -162,7 +164,7 @@ class RowBuilder:
         self,
         placement: Placement,
         sample: Sample,
-        sums: PartialSums,
+        sums: PartialSums | NormSums,
         grad: Tensor,
         *,
         feature_stride: int,
@@ -181,7 +183,7 @@ class RowBuilder:
         share = 1.0 / self._topology.context
         tokens, dgrad, tiles = (sample.expansions[over] for over in ("tokens", "dgrad", "tiles"))
         factors = self._factors(tokens, dgrad, tiles * feature_stride, share, grad.device)
-        values = totals(sums, grad)
+        values = sums.totals(grad)
         _add_product(self._totals, placement.name, values, factors)
         if placement.expert is not None:
             key = (placement.name, placement.expert)
@@ -198,19 +200,22 @@ class RowBuilder:
         """
         try:
             summed = torch.stack(list(self._totals.values())).cpu() if self._totals else ()
-            names = total_names(self._formats)
-            columns = [self._layout.columns.index(name) for name in names]
+            columns = [self._layout.columns.index(name) for name in self._names]
             for name, values in zip(self._totals, summed, strict=True):
                 known = self._known[name]
                 statistics = values.new_tensor([known.get(c, 0.0) for c in self._layout.columns])
-                statistics[columns] += values[: len(names)]
-                self.own.rows[name] = self._layout.row(statistics, self._health_of(values))
+                health = self._health_of(values)
+                if self._has_products:
+                    statistics[columns] += values[: len(columns)]
+                else:
+                    statistics[columns] += health[..., ERROR_SQUARE].flatten()
+                self.own.rows[name] = self._layout.row(statistics, health)
         except Exception as error:
             self.own.record_failure(error)
         return self.own
 
     def _health_of(self, values: Tensor) -> Tensor:
-        """Return the health sums in what `totals` returned, as `LinearSums.health`."""
+        """Return the health sums in what `sums.totals` returned, as `LinearSums.health`."""
         shape = self._layout.health_shape
         return values[-shape.numel() :].view(shape)
 
@@ -226,7 +231,7 @@ class RowBuilder:
         # What a measured value stands for, by what its column is summed over (`Column.over`).
         expansion = {"tokens": tokens, "dgrad": dgrad, "tiles": tiles, "weight": share, "all": 1.0}
         factors = []
-        for name in total_names(self._formats):
+        for name in self._names if self._has_products else ():
             is_half = name.endswith("fisher")  # `fisher` and `aligned_fisher`
             factors.append(expansion[column_of(name).over] * (0.5 if is_half else 1.0))
         by_operand = torch.tensor([[tokens], [share], [dgrad]], dtype=torch.float64)  # X, W and G

@@ -2,7 +2,8 @@
 
 Of a batch of many microbatches, the first ones are measured (`is_measured`). In each of these,
 single tokens are drawn at random for fprop; a quarter of them serve dgrad. wgrad is measured on
-complete tiles of consecutive tokens and, of wide linears, on every fourth output feature.
+complete tiles of consecutive tokens and, of wide linears, on every fourth output feature. Where
+norms alone are measured, all operands are measured on the single tokens.
 """
 
 import math
@@ -53,6 +54,7 @@ class MeasureSettings:
         names: Names of the linears to observe; None observes all.
         all_tokens: Whether to measure all tokens of all microbatches and not a sample (for
             benchmarks).
+        products: Whether to measure the errors of products, and not norms alone.
         num_experts: Number of experts of each linear that has any, over all ranks. One rank alone
             need not give it.
         added: The statistics that plugins add, by name; in the same order on all ranks.
@@ -63,6 +65,7 @@ class MeasureSettings:
     seed: int
     names: frozenset[str] | None = None
     all_tokens: bool = False
+    products: bool = True
     num_experts: Mapping[str, int] = field(default_factory=dict)
     added: Mapping[str, Statistic] = field(default_factory=added_statistics)
 
@@ -141,7 +144,7 @@ class Sample:
             called several times in a microbatch, index of the call.
         num_tokens: Number of tokens of the microbatch, over all ranks of the tensor axis.
         rows: S single tokens, then the R tokens of complete tiles. Where all tokens are measured,
-            S = R = num_tokens: `rows` has each token once.
+            S = R = num_tokens: `rows` has each token once. Of norms alone R = 0.
         single: Which of `rows` are the single tokens.
         of_dgrad: Which of the single tokens dgrad is measured on.
         in_tiles: Which of `rows` are the tokens of complete tiles.
@@ -200,13 +203,18 @@ def draw_sample(settings: MeasureSettings, num_tokens: int, index: int) -> Sampl
     num_chosen = math.ceil(wanted / tile)
     # All tokens, once each, unless some can be left out.
     rows = torch.arange(num_tokens)
-    single = of_dgrad = in_tiles = slice(None)
+    single = of_dgrad = slice(None)
+    in_tiles = slice(None) if settings.products else slice(0, 0)
     first_feature = None
     expansions = {"tokens": 1.0, "dgrad": 1.0, "tiles": 1.0}
     if not settings.all_tokens and num_chosen < num_tiles:
         word = StreamKey(settings.seed, "sampled tokens", settings.iteration, index).word
         generator = torch.Generator().manual_seed(word >> 1)  # a seed has 63 bits
         drawn = torch.randperm(num_tokens, generator=generator)[:wanted]
+        if not settings.products:
+            expansions = dict.fromkeys(expansions, num_tokens / wanted)
+            singles = SampledRows(drawn)
+            return Sample(index, num_tokens, singles, single, of_dgrad, in_tiles, None, expansions)
         chosen = torch.randperm(num_tiles, generator=generator)[:num_chosen].sort().values
         tiled = (chosen[:, None] * tile + torch.arange(tile)).reshape(-1)
         rows = torch.cat([drawn, tiled[tiled < num_tokens]])

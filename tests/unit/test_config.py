@@ -183,6 +183,23 @@ def test_yaml_flags_and_python_make_equal_objects(values: dict[str, Any], tmp_pa
             {"heal_order": "backward", "granularity": "gemm", "cost": "time"},
             "heal_order: 'backward' counts FLOPs, and --snip-cost is time",
         ),
+        ({"measure": "norm"}, "measure: .*'products' or 'norms'"),
+        (
+            {"measure": "norms", "loss_divergence": "fisher"},
+            "loss_divergence: 'fisher' needs products, and --snip-measure is norms",
+        ),
+        (
+            {"measure": "norms", "loss_divergence": "first_plus_fisher"},
+            "loss_divergence: 'first_plus_fisher' needs products",
+        ),
+        (
+            {"measure": "norms", "weight_divergence": "updates"},
+            "weight_divergence: 'updates' needs products",
+        ),
+        (
+            {"measure": "norms", "alert": "amax>1e4,gemm_sqnr_db < 6"},
+            "alert: 'gemm_sqnr_db<6' needs products",
+        ),
         ({"pipeline_balance": "bottleneck"}, "pipeline_balance: .*'none' or 'stage'"),
     ],
 )
@@ -202,6 +219,18 @@ def test_what_follows_from_the_fields() -> None:
     freeing = SnipConfig(formats=("fp4", "fp8"), pins=("a.*=free", "b=fp4"))
     assert freeing.pin_pairs == (("b", Option.uniform("fp4")),)
     assert freeing.free_globs == ("a.*",)
+
+
+def test_norms_have_defaults_of_their_own() -> None:
+    norms = make_config({"measure": "norms"})
+    assert (norms.loss_divergence, norms.weight_divergence) == ("norms", "norms")
+    assert norms.weight_lambda == 0.01
+    assert norms == from_flags("--snip-measure", "norms")
+    given = SnipConfig(measure="norms", weight_lambda=0.3, loss_divergence="of a plugin")
+    assert (given.loss_divergence, given.weight_divergence) == ("of a plugin", "norms")
+    assert given.weight_lambda == 0.3
+    with_products = SnipConfig(loss_divergence="norms", alert="gemm_sqnr_db<6")
+    assert (with_products.weight_divergence, with_products.weight_lambda) == ("updates", 0.1)
 
 
 def test_the_planner_s_settings_are_the_run_s() -> None:

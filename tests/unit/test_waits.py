@@ -71,8 +71,9 @@ def test_a_simulated_linear_waits_for_nothing(option: str) -> None:
     assert not waits.found
 
 
+@pytest.mark.parametrize("products", [False, True])
 @pytest.mark.parametrize("all_tokens", [False, True])
-def test_a_measured_linear_waits_for_nothing(all_tokens: bool) -> None:
+def test_a_measured_linear_waits_for_nothing(all_tokens: bool, products: bool) -> None:
     weight = torch.randn(256, 128).requires_grad_()
     optimizer = torch.optim.AdamW([weight])
     for _ in range(2):
@@ -82,7 +83,9 @@ def test_a_measured_linear_waits_for_nothing(all_tokens: bool) -> None:
         found = gather_sensitivities({PLACE: weight}, optimizer, Topology())
     assert waits.found.count("tolist") == 1  # for all weights together
     assert set(waits.found) == {"tolist", "item"}  # the number of steps, which is on the CPU
-    settings = MeasureSettings(FORMATS, iteration=3, seed=0, all_tokens=all_tokens)
+    settings = MeasureSettings(
+        FORMATS, iteration=3, seed=0, all_tokens=all_tokens, products=products
+    )
     observer = StepObserver(settings, Topology(), found)
     with Waits() as waits:
         for _ in range(2):

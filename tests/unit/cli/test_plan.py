@@ -21,7 +21,7 @@ from megatron_snip.planning.plan import PrecisionPlan, write_plan
 from megatron_snip.planning.planner import frontier, make_plan
 from megatron_snip.planning.problem import PlanningProblem, write_problem
 from megatron_snip.planning.settings import PlanSettings
-from megatron_snip.statistics.records import LinearStatistics
+from megatron_snip.statistics.records import PRODUCT_COLUMNS, LinearStatistics
 from tests.unit.divergence import build
 from tests.unit.planning.build import name_of, options_of, plan_of, problem_of
 
@@ -283,6 +283,24 @@ def test_another_divergence_is_planned_with_as_a_run_with_it_would(
     own = json.loads(printed("pareto", file, "--targets", "0.25,0.5", "--json"))
     assert [point["objective"] for point in own] != [point["objective"] for point in points]
     assert "unknown weight_divergence 'x'" in refused("plan", file, "--weight-divergence", "x")
+
+
+def test_norms_alone_are_planned_with_by_norms(tmp_path: Path, printed: Any, refused: Any) -> None:
+    """The run's settings may say products: it was resumed with others since."""
+    file, _ = measured_run(tmp_path / "run")
+    by_norms = ["--loss-divergence", "norms", "--weight-divergence", "norms"]
+    before = printed("plan", file, *by_norms, "--json")
+    divergences = tmp_path / "run" / "divergences" / "30.json"
+    value = json.loads(divergences.read_text())
+    for linear in value["linears"]:
+        rows = (linear["statistics"], *linear["statistics"]["formats"].values())
+        for row in rows:
+            row.update(dict.fromkeys(PRODUCT_COLUMNS & row.keys()))
+    divergences.write_text(json.dumps(value))
+    after = json.loads(printed("plan", file, *by_norms, "--json"))
+    assert after == {**json.loads(before), "seconds": after["seconds"]}
+    for words in (by_norms[:2], by_norms[2:], ["--granularity", "gemm"]):
+        assert "needs products, and" in refused("plan", file, *words)
 
 
 def test_a_problem_by_gemm_is_planned_by_linear(tmp_path: Path, printed: Any) -> None:

@@ -3,6 +3,8 @@
 import json
 import logging
 import math
+import random
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -20,6 +22,8 @@ from megatron_snip.divergence.quality_loss import (
     first_plus_fisher,
     fisher,
     fprop_scale,
+    norms_of_fprop,
+    norms_of_gradients,
     planning_problem,
     relative_error,
     unmeasured_problem,
@@ -29,10 +33,16 @@ from megatron_snip.errors import UsageError
 from megatron_snip.log import forget_warnings
 from megatron_snip.options import Granularity, Option, Refusals, enumerate_options
 from megatron_snip.planning.fixed import Fixed, FixedLinears, Source
+from megatron_snip.planning.plan import PrecisionPlan
 from megatron_snip.planning.planner import make_plan
 from megatron_snip.planning.problem import PlanningProblem
 from megatron_snip.planning.settings import PlanSettings
-from megatron_snip.statistics.records import LinearStatistics
+from megatron_snip.statistics.records import (
+    BASE_COLUMNS,
+    FORMAT_COLUMNS,
+    PRODUCT_COLUMNS,
+    LinearStatistics,
+)
 from megatron_snip.topology import LinearInfo
 from tests.unit.divergence.build import errors, linear, table
 
@@ -260,6 +270,58 @@ def test_a_pin_to_an_option_that_was_not_measured_is_obeyed(pinned: str) -> None
     plan = make_plan(problem, settings)
     assert str(plan.linears[rows[0].name]) == pinned
     assert plan.efficiency >= 0.5
+
+
+NOT_MEASURED = dict.fromkeys(PRODUCT_COLUMNS & {*FORMAT_COLUMNS}, math.nan)
+
+
+def of_norms(index: int, flops: float = 1.0, **sizes: float) -> LinearStatistics:
+    """A linear whose products were not measured; sizes of the errors by format."""
+    formats = {name: errors(size, **NOT_MEASURED) for name, size in sizes.items()}
+    base = dict.fromkeys(PRODUCT_COLUMNS & {*BASE_COLUMNS}, math.nan)
+    return replace(linear(index, **formats), flops_per_token=6.0 * flops, **base)
+
+
+def test_the_divergences_by_norms_are_the_bounds_of_their_gemms() -> None:
+    (row,) = divergences(of_norms(0, fp8=1.0, fp4=16.0), measure="norms").linears.values()
+    # |G| (|X| |eW| + |eX| |W|); the terms of all three GEMMs are equal here.
+    bound = 5 * (10 * W + X * 20)
+    assert row[FP8].loss_divergence == pytest.approx(bound)
+    assert row[FP8].weight_divergence == pytest.approx(2 * bound)
+    assert row[FP4].quality_loss == pytest.approx(1.01)
+    mixed = Option("bf16", "fp4", "fp8")
+    assert norms_of_fprop(linear(), mixed) == 0.0
+    assert norms_of_gradients(linear(), mixed) == pytest.approx(17 * bound)
+
+
+def test_products_that_were_not_measured_make_no_option_free() -> None:
+    """As 0 they would: an arbitrary plan."""
+    rows = [of_norms(i, fp8=1.0, fp4=16.0) for i in range(3)]
+    for found in divergences(*rows, warn=False).linears.values():
+        assert found[FP4].quality_loss is None
+    found = divergences(*rows, loss_divergence="norms", weight_divergence="norms")
+    for row in found.linears.values():
+        assert 0 < (row[FP8].quality_loss or 0) < (row[FP4].quality_loss or 0)
+
+
+@pytest.mark.parametrize("target", [0.5, 2 / 3, 0.75, 0.9])
+def test_snip_by_norms_lowers_what_norms_gemm_lowers(target: float) -> None:
+    """The same GEMMs among linears of equal FLOPs; among others no worse, up to the gap."""
+    generator = random.Random(3)
+
+    def plans(rows: Sequence[LinearStatistics]) -> list[PrecisionPlan]:
+        found = divergences(*rows, formats=("bf16", "fp4"), granularity="gemm", measure="norms")
+        problem = planning_problem(found, target)
+        policies = ("snip", "norms-gemm")
+        return [make_plan(problem, PlanSettings(policy=each, gap=1e-6)) for each in policies]
+
+    sizes = [math.exp(generator.gauss(0, 1)) for _ in range(20)]
+    equal = [of_norms(i, fp4=size) for i, size in enumerate(sizes)]
+    snip, norms_gemm = plans(equal)
+    assert snip.linears == norms_gemm.linears
+    snip, norms_gemm = plans([of_norms(i, 1 + i % 3, fp4=size) for i, size in enumerate(sizes)])
+    assert snip.objective is not None and norms_gemm.objective is not None
+    assert snip.objective <= norms_gemm.objective * (1 + 1e-6)
 
 
 @pytest.mark.parametrize("field", ["fisher", "local_square"])

@@ -18,7 +18,7 @@ from megatron_snip.quantizers.quantize import quantize_dequantize_operand
 from megatron_snip.quantizers.stochastic import grad_output_stream
 from megatron_snip.statistics.health_table import HealthTable
 from megatron_snip.statistics.observer import StepObserver
-from megatron_snip.statistics.records import StatisticsTable
+from megatron_snip.statistics.records import PRODUCT_COLUMNS, StatisticsTable
 from megatron_snip.statistics.sample import MeasureSettings
 from megatron_snip.statistics.sensitivity import Sensitivity
 from megatron_snip.topology import Axis, Placement, Topology
@@ -169,6 +169,22 @@ def row_of(table: StatisticsTable) -> dict[str, float]:
         errors = {key: value for key, value in vars(values).items() if key != "added"}
         row |= {f"{name}.{key}": value for key, value in (errors | values.added).items()}
     return row
+
+
+def is_of_products(name: str) -> bool:
+    return name.rpartition(".")[2] in PRODUCT_COLUMNS
+
+
+def wanted_norms(toy: Toy, grad_scale: float = 1.0) -> dict[str, float]:
+    """What is measured, by name: as `Toy.wanted`, with errors of G in the tiles of dgrad."""
+    found = {k: v for k, v in toy.wanted(grad_scale).items() if not is_of_products(k)}
+    for fmt in FORMATS:
+        square = 0.0
+        for m, g in enumerate(toy.grads):
+            error = toy.quantized(g, fmt, Operand.GRAD_OUTPUT, Gemm.DGRAD, m) - g.double().numpy()
+            square += float((grad_scale**2 * error**2).sum())
+        found[f"{fmt}.grad_error_square"] = square
+    return found
 
 
 def largest_error(found: dict[str, float], wanted: dict[str, float]) -> float:

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from megatron_snip.errors import UsageError
-from megatron_snip.statistics.records import StatisticsTable, running_mean
+from megatron_snip.statistics.records import StatisticsTable, has_products, running_mean
 from tests.unit.divergence.build import errors, linear, table
 
 
@@ -51,6 +51,19 @@ def test_what_is_not_finite_is_gone_with_the_next_measurement() -> None:
     good = table(linear(0, fp4=errors(1.0)))
     assert math.isnan(running_mean(good, bad, 0.5).linears[0].formats["fp4"].fisher)
     assert running_mean(running_mean(good, bad, 0.5), good, 0.5) == good
+
+
+def test_products_after_norms_start_anew_and_norms_after_products_have_none() -> None:
+    nothing = {"fisher": math.nan, "local_square": math.nan}
+    norms = table(replace(linear(0, fp4=errors(1.0, **nothing)), output_square=math.nan))
+    products = table(linear(0, fp4=errors(3.0)))
+    assert (has_products(products.linears), has_products(norms.linears)) == (True, False)
+    (row,) = running_mean(norms, products, 0.75).linears
+    assert (row.output_square, row.formats["fp4"].fisher) == (1.0, 21.0)
+    assert row.formats["fp4"].input_error_square == 0.75 * 1 + 0.25 * 9
+    back = running_mean(products, norms, 0.75)
+    assert not has_products(back.linears) and math.isnan(back.linears[0].formats["fp4"].fisher)
+    assert not has_products(table(replace(linear(), microbatches=0.0)).linears)
 
 
 def test_it_goes_through_json_and_other_versions_are_refused() -> None:
