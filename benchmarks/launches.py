@@ -144,6 +144,7 @@ def of_linear(
     out_features: int = 4096,
     num_tokens: int = 8192,
     is_fused: bool = True,
+    products: bool = True,
 ) -> Launches:
     """Return what a microbatch of a measured linear starts.
 
@@ -151,7 +152,7 @@ def of_linear(
     linear also moves what linears share, such as the sampled rows.
     """
     formats = {name: get_format(name) for name in names}
-    settings = MeasureSettings(formats, 1, 0)
+    settings = MeasureSettings(formats, 1, 0, products=products)
     places = [
         Placement(f"decoder.layers.{i}.mlp.linear_fc1", 0, kind, in_features, out_features)
         for i in range(2)
@@ -163,7 +164,7 @@ def of_linear(
             patch.object(observer, "tap", lambda out, hook: hooks.append(hook) or out)
         )
         if not is_fused:
-            stack.enter_context(patch.object(fused, "is_fused", lambda *_: False))
+            stack.enter_context(patch.object(fused, "is_fused", lambda *_, **__: False))
 
         def new(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
             return torch.empty(shape, dtype=dtype, device=GPU)

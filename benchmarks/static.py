@@ -63,6 +63,18 @@ def observed(names: tuple[str, str], which: int) -> Any:
     return run
 
 
+def norms(names: tuple[str, str]) -> Any:
+    """Observe the same X without its values, as where norms alone are measured."""
+    formats = {name: FORMATS[name] for name in names}
+
+    def run(_: torch.Tensor) -> None:
+        operands, fmts = _operands(formats), tuple(formats.values())
+        space = fused._Workspace.zeros(operands, fmts, products=False)
+        fused._observe_into(None, space, 0, operands, fmts, StochasticStream(KEY))
+
+    return run
+
+
 def errors(_: torch.Tensor) -> None:
     """Add up the errors of Y [1024, 512] in two formats."""
     formats = {name: FORMATS[name] for name in ("fp8", "fp4")}
@@ -96,6 +108,7 @@ VARIANTS: dict[str, Callable[[torch.Tensor], Any]] = {
     "observe G, fp8 and fp4": observed(("fp8", "fp4"), 2),
     "observe G in tiles, fp8 and fp4": observed(("fp8", "fp4"), 4),
     "observe W, mxfp8 and mxfp4": observed(("mxfp8", "mxfp4"), 1),
+    "norms of X, fp8 and fp4": norms(("fp8", "fp4")),
     "errors of Y in two formats": errors,
 }
 """What is compiled; the first kernel that each launches."""

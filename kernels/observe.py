@@ -1,8 +1,9 @@
 """Kernels for the linears of a measured iteration; the specification is `statistics.measure`.
 
 `observe_kernel` reads a block of an operand once. For each of two formats it writes what the GEMM
-sees of the block, the square of its error, how many elements became zero or saturate, and the bins
-of its tiles' scales. Of the operand itself: |x|^2, the largest magnitude, the bins of its elements.
+sees of the block (where products are measured), the square of its error, how many elements became
+zero or saturate, and the bins of its tiles' scales. Of the operand itself: |x|^2, the largest
+magnitude, the bins of its elements.
 
 `errors_kernel` reads a product and the same product of quantized operands once. For each row it
 writes their squares, and inner products with another matrix.
@@ -64,13 +65,15 @@ def _observe(
     SPEC: tl.constexpr,
     ROW_STRIDE: tl.constexpr,
     COUNTS: tl.constexpr,
+    STORES: tl.constexpr,
     NATIVE_CASTS: tl.constexpr,
 ):
     """Quantize a block to one format, and write its values, the square of its error, and counts."""
     R: tl.constexpr = x.shape[0]
     C: tl.constexpr = x.shape[1]
     value, amax, decode = quantize_block(x, amax_or_scale_ptr, key, at, layout, SPEC)
-    store_block(value, out_ptr, at, NATIVE_CASTS)
+    if STORES:
+        store_block(value, out_ptr, at, NATIVE_CASTS)
     # Beyond the edges x is 0 and so is what it became, unless a scale is NaN.
     _, mask = offsets_of(at, 1, 1, R, C)
     error = tl.where(mask, value - x, 0.0)
@@ -117,6 +120,7 @@ def observe_kernel(
     COUNTS: tl.constexpr,  # whether more than errors and squares is wanted
     ROW_STRIDE: tl.constexpr,  # elements are counted on every ROW_STRIDE-th row,
     COL_STRIDE: tl.constexpr,  # and binned on every COL_STRIDE-th column of these
+    STORES: tl.constexpr,  # whether the values are wanted; else `out_ptr` is not used
     NATIVE_CASTS: tl.constexpr,
 ):
     """Observe a block of complete tiles."""
@@ -141,6 +145,7 @@ def observe_kernel(
         SPEC_0,
         ROW_STRIDE,
         COUNTS,
+        STORES,
         NATIVE_CASTS,
     )
     if SPEC_1 is not None:
@@ -157,6 +162,7 @@ def observe_kernel(
             SPEC_1,
             ROW_STRIDE,
             COUNTS,
+            STORES,
             NATIVE_CASTS,
         )
     if ORIGINAL is not None:

@@ -1,4 +1,4 @@
-"""What `measure.partial_sums` returns, from few launches: Triton's kernels of `kernels.observe`.
+"""What `partial_sums` and `norm_sums` of measure.py return, from few launches of Triton's kernels.
 
 For two formats, of a linear without shards:
 
@@ -6,6 +6,9 @@ For two formats, of a linear without shards:
     3 mm, 3 bmm          Y, dX and dW, and those of all formats
     3 x errors_kernel    sums over rows of the products and their errors
     10 operations        put the sums in order
+
+Norms alone need the first three launches of `observe_kernel`, which then write no values, and 9
+operations.
 
 W in blocks that are not square, a Hadamard transform, and every two more formats need launches of
 their own. Products, counts, bins and amaxes have the bits of `partial_sums`; sums differ by about
@@ -34,7 +37,7 @@ from megatron_snip.quantizers.quantize import (
 )
 from megatron_snip.quantizers.stochastic import StochasticStream
 from megatron_snip.statistics.health import HISTOGRAM_STRIDE, WEIGHT_STRIDE
-from megatron_snip.statistics.measure import PartialSums, scalar_names
+from megatron_snip.statistics.measure import NormSums, PartialSums, scalar_names
 from megatron_snip.statistics.operands import Operands
 from megatron_snip.statistics.rows import ERROR_SQUARE, OPERAND_SUMS, SATURATED, ZEROED
 from megatron_snip.statistics.sample import to_device
@@ -69,22 +72,25 @@ SQUARE_CONFIG = LaunchConfig(128, 128, 16)
 """Square blocks of weights."""
 
 
-def is_fused(operands: Operands, formats: Mapping[str, Format]) -> bool:
+def is_fused(operands: Operands, formats: Mapping[str, Format], products: bool = True) -> bool:
     """Return whether the kernels measure a linear; else PyTorch does, with the same results.
 
-    They do on a GPU, where a linear is large enough for GEMMs in BF16.
+    They do on a GPU. They measure products where a linear is large enough for GEMMs in BF16, and
+    norms alone where it has tokens.
     """
     x, w, g = operands.input, operands.weight.source, operands.grad_output
     has_dtypes = all(each.dtype in (torch.bfloat16, torch.float32) for each in (x, w, g))
-    of_dgrad = operands.of(Operand.GRAD_OUTPUT, Gemm.DGRAD)
-    of_wgrad = operands.grad_output_tiles
-    smallest_gemm = min(len(of_dgrad) * w.numel(), of_wgrad.numel() * x.shape[1])
+    is_large = len(x) > 0
+    if products:
+        of_dgrad = operands.of(Operand.GRAD_OUTPUT, Gemm.DGRAD)
+        of_wgrad = operands.grad_output_tiles
+        is_large = min(len(of_dgrad) * w.numel(), of_wgrad.numel() * x.shape[1]) > LARGE_GEMM
     blocks = [
         operand_block(fmt, operand, gemm)
         for fmt in formats.values()
-        for operand, gemm in (*OBSERVED, (Operand.WEIGHT, Gemm.DGRAD))
+        for operand, gemm in _quantized(products)
     ]
-    return has_dtypes and smallest_gemm > LARGE_GEMM and launch.use_kernels(x.device, *blocks)
+    return has_dtypes and is_large and launch.use_kernels(x.device, *blocks)
 
 
 def partial_sums(
@@ -140,13 +146,48 @@ def partial_sums(
     )
 
 
+def norm_sums(
+    operands: Operands,
+    *,
+    kind: LinearKind,
+    num_shards: int,
+    formats: Mapping[str, Format],
+    stream: StochasticStream,
+) -> NormSums:
+    """Measure norms on this shard; `measure.norm_sums` has the contract."""
+    fmts = tuple(formats.values())
+    space = _Workspace.zeros(operands, fmts, products=False)
+    _observe_into(None, space, _X, operands, fmts, None)
+    _observe_into(None, space, _G, operands, fmts, stream)
+    weight = operands.weight
+    if weight.observed is None:
+        _observe_into(None, space, _W, operands, fmts, None)
+        if weight.keeps_copies:
+            weight.observed = (space.sums[_W], space.bins[_W], space.amax[_W])
+    else:
+        _put_weight(space, *weight.observed)
+    _, health = _in_order(space, operands, formats, kind, None, num_shards)
+    if num_shards > 1:
+        health = health.float()  # as a rank that fails adds zeros
+    return NormSums(health, space.amax.view(torch.float32))
+
+
+def _quantized(products: bool) -> tuple[tuple[Operand, Gemm], ...]:
+    """Return the operands that are quantized, and for which GEMM."""
+    if products:
+        return (*OBSERVED, (Operand.WEIGHT, Gemm.DGRAD))
+    return OBSERVED[: len(Operand)]
+
+
 class _Workspace(NamedTuple):
     """What the kernels write beside values, zeros at first; F formats.
 
     Attributes:
         by_program: FP32 [sums, width], one view of `sums` and `rows`.
-        sums: FP32 [OBSERVED and _SCRATCH, F + 1, NUM_SUMS, width], the operand itself last.
-        rows: FP32 [_PRODUCTS, 2 + 2 F, width], as `errors_kernel` writes them.
+        sums: FP32 [OBSERVED and _SCRATCH, F + 1, NUM_SUMS, width], the operand itself last. Of
+            norms alone it has only health's operands.
+        rows: FP32 [_PRODUCTS, 2 + 2 F, width], as `errors_kernel` writes them. Of norms alone it is
+            empty.
         bins: int32 [health's operands, F + 1, NUM_BINS].
         amax: int32 [health's operands], the bits of the largest magnitudes.
     """
@@ -158,23 +199,25 @@ class _Workspace(NamedTuple):
     amax: Tensor
 
     @classmethod
-    def zeros(cls, operands: Operands, formats: tuple[Format, ...]) -> Self:
+    def zeros(cls, operands: Operands, formats: tuple[Format, ...], products: bool = True) -> Self:
         """Return zeros, in one operation."""
-        w = operands.weight.source
-        width = max(len(operands.input), operands.grad_output_tiles.shape[1])
-        for operand, gemm in (*OBSERVED, (Operand.WEIGHT, Gemm.DGRAD)):
-            x = w if operand is Operand.WEIGHT else operands.of(operand, gemm)
+        quantized = _quantized(products)
+        width = 1
+        if products:
+            width = max(len(operands.input), operands.grad_output_tiles.shape[1])
+        for operand, gemm in quantized:
+            x = _tensor(operands, operand, gemm)
             for each in _launches(formats, operand, gemm):
                 width = max(width, _num_programs(x, each.config))
         num = len(formats)
         shapes = (
-            (1 + len(OBSERVED), 1 + num, NUM_SUMS, width),
-            (len(_PRODUCTS), 2 + 2 * num, width),
+            (len(quantized), 1 + num, NUM_SUMS, width),
+            (len(_PRODUCTS) if products else 0, 2 + 2 * num, width),
             (len(Operand), 1 + num, NUM_BINS),
             (len(Operand),),
         )
         sizes = [math.prod(shape) for shape in shapes]
-        flat = torch.zeros(sum(sizes), dtype=torch.int32, device=w.device)
+        flat = torch.zeros(sum(sizes), dtype=torch.int32, device=operands.input.device)
         parts = [p.view(s) for p, s in zip(flat.split_with_sizes(sizes), shapes, strict=True)]
         by_program = flat[: sizes[0] + sizes[1]].view(torch.float32).view(-1, width)
         sums, rows = (part.view(torch.float32) for part in parts[:2])
@@ -212,6 +255,11 @@ def _launches(formats: tuple[Format, ...], operand: Operand, gemm: Gemm) -> tupl
     return tuple(found)
 
 
+def _tensor(operands: Operands, operand: Operand, gemm: Gemm) -> Tensor:
+    """Return an operand of a GEMM, before quantization."""
+    return operands.weight.source if operand is Operand.WEIGHT else operands.of(operand, gemm)
+
+
 def _num_programs(x: Tensor, config: LaunchConfig) -> int:
     return math.ceil(x.shape[0] / config.rows) * math.ceil(x.shape[1] / config.cols)
 
@@ -226,7 +274,30 @@ def _observe(
 ) -> Tensor:
     """Return what a GEMM sees of an operand in each format, [F, rows, cols], and add up the rest.
 
+    The arguments are those of `_observe_into`.
+    """
+    operand, own_gemm = OBSERVED[which]
+    x = _tensor(operands, operand, gemm or own_gemm)
+    # The interpreter is compared with PyTorch on a CPU, which multiplies in FP32.
+    dtype = torch.float32 if launch.interpreting() else torch.bfloat16
+    out = torch.empty((len(formats), *x.shape), dtype=dtype, device=x.device)
+    _observe_into(out, space, which, operands, formats, stream, gemm)
+    return out
+
+
+def _observe_into(
+    out: Tensor | None,
+    space: _Workspace,
+    which: int,
+    operands: Operands,
+    formats: tuple[Format, ...],
+    stream: StochasticStream | None,
+    gemm: Gemm | None = None,
+) -> None:
+    """Quantize an operand to each format, and add up errors and health.
+
     Args:
+        out: takes what a GEMM sees, [F, rows, cols]; None where that is not wanted.
         space: takes the sums.
         which: the place in `OBSERVED`.
         operands: the shard's tensors.
@@ -239,12 +310,8 @@ def _observe(
     operand, own_gemm = OBSERVED[which]
     slot = which if gemm is None else _SCRATCH
     gemm = gemm or own_gemm
-    is_weight = operand is Operand.WEIGHT
-    x = operands.weight.source if is_weight else operands.of(operand, gemm)
+    x = _tensor(operands, operand, gemm)
     has_health = slot < len(Operand)
-    # The interpreter is compared with PyTorch on a CPU, which multiplies in FP32.
-    dtype = torch.float32 if launch.interpreting() else torch.bfloat16
-    out = torch.empty((len(formats), *x.shape), dtype=dtype, device=x.device)
     for i, (places, config) in enumerate(_launches(formats, operand, gemm)):
         source = rotated(x, formats[places[0]], gemm)
         randoms: list[PhiloxArguments] = []
@@ -267,7 +334,7 @@ def _observe(
                 numbers[0],
                 numbers[-1],
                 *source.shape,
-                out,
+                source if out is None else out,  # any pointer: not written to
                 space.sums[slot],
                 space.sums.shape[-1],
                 space.bins[slot] if has_health else space.bins,
@@ -282,12 +349,12 @@ def _observe(
                 SPEC_1=specs[1] if len(specs) > 1 else None,
                 ORIGINAL=len(formats) if has_health and i == 0 else None,
                 COUNTS=has_health,
-                ROW_STRIDE=WEIGHT_STRIDE if is_weight else 1,
+                ROW_STRIDE=WEIGHT_STRIDE if operand is Operand.WEIGHT else 1,
                 COL_STRIDE=HISTOGRAM_STRIDE,
+                STORES=out is not None,
                 NATIVE_CASTS=not launch.interpreting(),
                 num_warps=config.num_warps,
             )
-    return out
 
 
 def _weight(
@@ -304,12 +371,17 @@ def _weight(
         if weight.keeps_copies:
             weight.observed = found
         return of_fprop, of_dgrad
-    of_fprop, of_dgrad, sums, bins, amax = weight.observed
+    of_fprop, of_dgrad, *sums = weight.observed
+    _put_weight(space, *sums)
+    return of_fprop, of_dgrad
+
+
+def _put_weight(space: _Workspace, sums: Tensor, bins: Tensor, amax: Tensor) -> None:
+    """Write what was observed of W for the first sample."""
     width = min(sums.shape[-1], space.sums.shape[-1])  # W's programs fit into either
     space.sums[_W, ..., :width].copy_(sums[..., :width])
     space.bins[_W].copy_(bins)
     space.amax[_W].copy_(amax)
-    return of_fprop, of_dgrad
 
 
 def _products(a: Tensor, a_q: Tensor, b: Tensor, b_q: Tensor) -> tuple[Tensor, Tensor]:
@@ -378,7 +450,11 @@ def _in_order(
     sensitivity: Sensitivity | None,
     num_shards: int,
 ) -> tuple[Tensor, Tensor]:
-    """Return `PartialSums.scalars` and `.health` of a kind of linear, FP64."""
+    """Return `PartialSums.scalars` and `.health` of a kind of linear, FP64.
+
+    Of norms alone there are no scalars.
+    """
+    products = len(space.rows) > 0
     w = operands.weight.source
     of_dgrad = operands.of(Operand.GRAD_OUTPUT, Gemm.DGRAD)
     num_elements = (operands.input.numel(), w.numel(), of_dgrad.numel())
@@ -389,11 +465,12 @@ def _in_order(
         num_shards,
         w.shape[0],
         num_elements,
+        products,
         w.device,
     )
     sums = torch.cat([space.by_program.sum(1, dtype=torch.float64), space.bins.flatten()])
     ordered = torch.addcmul(added, sums.index_select(0, index), factors)
-    num_scalars = len(scalar_names(kind, formats))
+    num_scalars = len(scalar_names(kind, formats)) if products else 0
     return ordered[:num_scalars], ordered[num_scalars:].view(-1, len(Operand), OPERAND_SUMS)
 
 
@@ -406,6 +483,7 @@ def _order(
     num_shards: int,
     num_weight_rows: int,
     num_elements: tuple[int, ...],
+    products: bool,
     device: torch.device,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return what makes scalars and health of the sums: places, factors, and what is added."""
@@ -415,8 +493,9 @@ def _order(
     def of_operand(which: int, fmt: int, number: int) -> int:
         return (which * (1 + num) + fmt) * NUM_SUMS + number
 
-    first_row = of_operand(1 + len(OBSERVED), 0, 0)
-    first_bin = first_row + len(_PRODUCTS) * width
+    # As `_Workspace.zeros` lays them out.
+    first_row = of_operand(len(_quantized(products)), 0, 0)
+    first_bin = first_row + (len(_PRODUCTS) * width if products else 0)
 
     def of_product(gemm: Gemm, number: int) -> int:
         return first_row + _PRODUCTS.index(gemm) * width + number
@@ -438,13 +517,13 @@ def _order(
             f"{name}.local_square": of_product(Gemm.WGRAD, local),
             f"{name}.input_grad_error_square": of_product(Gemm.DGRAD, 2 + f),
         }
-    wanted = scalar_names(kind, names)
+    wanted = scalar_names(kind, names) if products else []
     index = [places[name] for name in wanted]
     factors = [1.0] * len(wanted)
     added = [0.0] * len(wanted)
     # Every shard holds G (row-parallel) or X (column-parallel) in full, as in `measure`.
     replicated = Operand.GRAD_OUTPUT if kind == "row" else Operand.INPUT
-    if num_shards > 1:
+    if num_shards > 1 and products:
         tensor = "grad" if kind == "row" else "input"
         for name in (f"{tensor}_square", *(f"{each}.{tensor}_error_square" for each in names)):
             factors[wanted.index(name)] = 1.0 / num_shards

@@ -125,6 +125,12 @@ def _partial_sums(operands: Operands, **named: Any) -> PartialSums:
     return (fused.partial_sums if is_fused else partial_sums)(operands, **named)
 
 
+def _norm_sums(operands: Operands, **named: Any) -> NormSums:
+    """Measure the norms of one linear, by kernels or by PyTorch."""
+    is_fused = fused.is_fused(operands, named["formats"], products=False)
+    return (fused.norm_sums if is_fused else norm_sums)(operands, **named)
+
+
 class StepObserver:
     """Observes one iteration; the linears call `observe` on every rank.
 
@@ -434,7 +440,7 @@ class StepObserver:
         def measure() -> PartialSums | NormSums:
             if settings.products:
                 return _partial_sums(operands, **named, **of_products)
-            return norm_sums(operands, **named)
+            return _norm_sums(operands, **named)
 
         sums = self._try(placement, measure)
         if sums is not None:

@@ -11,6 +11,7 @@ pytest.importorskip("triton")
 from benchmarks.launches import of_linear, of_state
 
 MOST_OF_LINEAR = 30
+MOST_OF_NORMS = 12
 MOST_OF_STATE = 8
 
 
@@ -18,6 +19,18 @@ MOST_OF_STATE = 8
 def test_a_linear_in_two_formats(kind: str) -> None:
     found = of_linear(kind=kind)
     assert found.total <= MOST_OF_LINEAR, found.names
+
+
+@pytest.mark.parametrize("kind", ["column", "row"])
+def test_norms_of_a_linear_read_each_operand_once(kind: str) -> None:
+    found = of_linear(kind=kind, products=False)
+    assert found.total == MOST_OF_NORMS, found.names
+    assert found.names["observe_kernel"] == 3
+    weight, tokens = 4096 * 4096, 8192 * 4096
+    # The sampled rows are taken from X and G, whose bytes count in full, and are read again.
+    assert found.num_bytes < 2 * (weight + 2 * tokens) * 1.25
+    four = of_linear(("fp8", "fp4", "fp3", "fp8_blockwise"), kind=kind, products=False)
+    assert four.names - found.names == {"observe_kernel": 3}
 
 
 def test_more_formats_cost_launches_of_one_kernel_alone() -> None:

@@ -17,7 +17,7 @@ from megatron_snip.quantizers.quantize import rotated_amax
 from megatron_snip.quantizers.reference import amax_of
 from megatron_snip.quantizers.stochastic import ColumnMap, StochasticStream, StreamKey
 from megatron_snip.statistics import fused, measure
-from megatron_snip.statistics.measure import PartialSums, scalar_names, totals
+from megatron_snip.statistics.measure import NormSums, PartialSums, scalar_names, totals
 from megatron_snip.statistics.operands import AmaxesOrScales, MeasuredWeight, Operands
 from megatron_snip.statistics.rows import ERROR_SQUARE, SATURATED, ZEROED
 from megatron_snip.statistics.sensitivity import Sensitivity
@@ -180,6 +180,70 @@ def test_what_is_not_finite(damage: float, menu: str) -> None:
     formats = formats_of(MENU[menu])
     operands = operands_of(formats, (24, 140, 130), damage=damage)
     assert_equal(both(operands, formats), formats, operands.grad_output)
+
+
+def both_norms(
+    operands: Operands, formats: dict[str, Format], **named: Any
+) -> tuple[NormSums, NormSums]:
+    """Return the norms that PyTorch finds, then those that the kernels find."""
+    options = {"kind": "column", "num_shards": 1, "stream": STREAM, "formats": formats, **named}
+    operands = operands._replace(
+        input_tiles=operands.input[:0], grad_output_tiles=operands.grad_output[:0]
+    )
+    again = operands._replace(
+        weight=MeasuredWeight(
+            operands.weight.source, formats, operands.amaxes_or_scales, keeps_copies=False
+        )
+    )
+    with torch.inference_mode():
+        return measure.norm_sums(again, **options), fused.norm_sums(operands, **options)
+
+
+def assert_equal_norms(pair: tuple[NormSums, NormSums]) -> None:
+    wanted, found = pair
+    assert_close(found.amax, wanted.amax, 0.0)
+    assert_close(found.health[..., ERROR_SQUARE], wanted.health[..., ERROR_SQUARE])
+    assert_close(found.health[..., ZEROED], wanted.health[..., ZEROED], 3e-7)
+    assert torch.equal(found.health[..., SATURATED:].float(), wanted.health[..., SATURATED:])
+
+
+@pytest.mark.parametrize("names", MENU.values(), ids=MENU)
+@pytest.mark.parametrize(("kind", "num_shards"), [("column", 1), ("row", 2)])
+def test_norms(names: tuple[str, ...], kind: str, num_shards: int) -> None:
+    formats = formats_of(names)
+    operands = operands_of(formats, (40, 150, 136))
+    wanted, found = both_norms(operands, formats, kind=kind, num_shards=num_shards)
+    assert_equal_norms((wanted, found))
+    # Shards add up in one type, also with the zeros of a rank that failed.
+    assert found.health.dtype == (torch.float32 if num_shards > 1 else torch.float64)
+
+
+@pytest.mark.parametrize("shape", [(32, 128, 256), (3, 17, 33), (129, 64, 130)], ids=str)
+@pytest.mark.parametrize("damage", [None, float("nan"), float("inf")])
+def test_norms_of_ragged_shapes_and_what_is_not_finite(
+    shape: tuple[int, int, int], damage: float | None
+) -> None:
+    formats = formats_of(MENU["fp8-fp4"])
+    assert_equal_norms(both_norms(operands_of(formats, shape, damage=damage), formats))
+
+
+def test_the_norms_of_a_weight_are_observed_once_for_several_samples(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    formats = formats_of(("fp8", "mxfp4"))
+    operands = operands_of(formats, (20, 96, 160), keeps_copies=True)
+    assert_equal_norms(both_norms(operands, formats))
+    observed: list[int] = []
+    real = fused._observe_into
+
+    def recorded(out: Any, space: Any, which: int, *args: Any) -> None:
+        observed.append(which)
+        real(out, space, which, *args)
+
+    monkeypatch.setattr(fused, "_observe_into", recorded)
+    again = operands._replace(input=operands.input[:9], grad_output=operands.grad_output[:9])
+    assert_equal_norms(both_norms(again, formats))
+    assert sorted(observed) == [0, 2]
 
 
 @pytest.mark.parametrize("kind", ["column", "row"])
