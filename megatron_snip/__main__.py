@@ -7,19 +7,28 @@ import contextlib
 import io
 import os
 import sys
+import traceback
 from collections.abc import Sequence
 
 from megatron_snip.cli.commands import COMMANDS, run_command, split_plugins
 from megatron_snip.cli.script import is_script, prepare_script, run_script
-from megatron_snip.errors import SnipError, UnsupportedError, UsageError, known_failure, shown
-from megatron_snip.plugins import load_plugins
+from megatron_snip.errors import (
+    SnipError,
+    UnsupportedError,
+    UsageError,
+    known_failure,
+    one_line,
+    shown,
+)
+from megatron_snip.plugins import load_plugins, place_in_plugin
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one subcommand, or a script; return its exit status.
 
     Bad input is one line and status 2. Other failures, of files for example (a full disk, a closed
-    stdout), are one line and status 1.
+    stdout), are one line and status 1. After the line of an error in this package or in a plugin
+    comes its traceback.
     """
     words = list(sys.argv[1:] if argv is None else argv)
     try:
@@ -32,7 +41,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"megatron-snip: error: {shown(error)}", file=sys.stderr)
         return 2
     except SnipError as error:
-        print(f"megatron-snip: {shown(error)}", file=sys.stderr)
+        # Where it stands for another error, that one is in the log with its traceback.
+        print(f"megatron-snip: {shown(error)}{_in_plugin(error)}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print("megatron-snip: ended by SIGINT", file=sys.stderr)
@@ -40,17 +50,34 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # the reader of our stdout has gone (| head)
         _drop_stdout()
         return 141
-    except OSError as error:
-        print(f"megatron-snip: {shown(known_failure(error) or error)}", file=sys.stderr)
-        _drop_stdout()
-        return 1
     except Exception as error:
-        reason = known_failure(error)
-        if reason is None:
-            raise
-        print(f"megatron-snip: {shown(reason)}", file=sys.stderr)
+        _print_failure(error)
+        if isinstance(error, OSError):
+            _drop_stdout()
         return 1
     return run_script(script)  # its errors are its own
+
+
+def _print_failure(error: Exception) -> None:
+    """Print one line; of an error of the code, and not of the machine, the traceback as well."""
+    reason = known_failure(error)
+    in_plugin = _in_plugin(error)
+    has_bug = in_plugin != ""
+    if reason is None and isinstance(error, OSError):
+        reason = str(error)
+    elif reason is None:
+        has_bug = True
+        reason = f"{type(error).__name__}: {one_line(error)}"
+        if not in_plugin:
+            reason += "; this is a bug of megatron-snip: report it with the traceback below"
+    print(f"megatron-snip: {shown(reason)}{in_plugin}", file=sys.stderr)
+    if has_bug:
+        traceback.print_exception(error)
+
+
+def _in_plugin(error: Exception) -> str:
+    place = place_in_plugin(error)
+    return "" if place is None else f" (in a plugin: {shown(place)})"
 
 
 def _run_and_flush(words: Sequence[str]) -> int:

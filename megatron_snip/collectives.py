@@ -203,6 +203,7 @@ class Control:
                 JSON.
         """
         found: Any = None
+        cause = None
         if self.rank == 0:
             try:
                 found = {"result": action()}
@@ -211,11 +212,12 @@ class Control:
                 found = {"message": error.message, "field": error.field}
             except Exception as error:  # any error must reach all ranks
                 found = {"failure": log_failure(logger, what, error)}
+                cause = error
         found = self.broadcast(found)
         if "message" in found:
             raise UsageError(found["message"], found["field"])
         if "failure" in found:
-            raise RemoteFailure(what, {found["failure"]: [range(1)]})
+            raise RemoteFailure(what, {found["failure"]: [range(1)]}) from cause
         return found["result"]
 
     def _agree(
@@ -236,6 +238,7 @@ class Control:
             RemoteFailure: on every rank, if an action failed.
         """
         result: T | None = None
+        cause = None
         try:
             result = action()
             own = _encoded({"result": shared(result)})
@@ -246,6 +249,7 @@ class Control:
                 own = _encoded({"message": error.message, "field": error.field})
             else:
                 own = _encoded({"failure": log_failure(logger, what, error)})
+                cause = error
         records = self._tree.gather_bytes(own)
         values = [json.loads(record) for record in records.ranges]
         ranks = [tuple(ranges) for ranges in records.ranges.values()]
@@ -256,7 +260,7 @@ class Control:
                 failures[value["failure"]] = runs
             refused |= dict.fromkeys(value.get("refusals", ()))
         if failures:
-            raise RemoteFailure(what, failures)
+            raise RemoteFailure(what, failures) from cause
         if refused:
             raise UnsupportedError(*refused)
         for value in values:

@@ -14,7 +14,8 @@ import importlib
 import logging
 import os
 import sys
-from collections.abc import Iterable
+import traceback
+from collections.abc import Iterable, Iterator
 from importlib import metadata
 from pathlib import Path
 
@@ -85,6 +86,31 @@ def _import(name: str) -> None:
 def loaded_plugins() -> tuple[str, ...]:
     """Return the modules that were imported: another process of the run imports them as well."""
     return tuple(_loaded)
+
+
+def is_of_plugin(module: str) -> bool:
+    """Return whether a module is of the top-level package of an imported plugin."""
+    return module.partition(".")[0] in {name.partition(".")[0] for name in _loaded}
+
+
+def place_in_plugin(error: BaseException) -> str | None:
+    """Return the last line of a plugin, FILE:LINE, that ran when an error was raised.
+
+    Of an error with causes it is a line of the cause. None: no plugin ran.
+    """
+    places = [
+        f"{frame.f_code.co_filename}:{line}"
+        for each in _with_causes(error)
+        for frame, line in traceback.walk_tb(each.__traceback__)
+        if is_of_plugin(str(frame.f_globals.get("__name__")))
+    ]
+    return places[-1] if places else None
+
+
+def _with_causes(error: BaseException | None) -> Iterator[BaseException]:
+    while error is not None:
+        yield error
+        error = error.__cause__
 
 
 def plugin_folders() -> tuple[str, ...]:

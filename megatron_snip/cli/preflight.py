@@ -28,7 +28,7 @@ from rich.console import Console
 
 from megatron_snip.cli.common import capability, integer, progress
 from megatron_snip.cli.script import check_script, expand
-from megatron_snip.errors import SnipError, UsageError, one_line
+from megatron_snip.errors import UsageError, one_line
 
 if TYPE_CHECKING:  # they import torch, which `run` first hides GPUs from
     from megatron_snip.patches.preflight.examine import Preflight
@@ -167,6 +167,7 @@ def built(
     from megatron_snip.patches.megatron_bridge.loop import PRETRAIN
     from megatron_snip.patches.preflight import megatron_bridge, megatron_lm
     from megatron_snip.patches.preflight.job import BuiltJob, Reached
+    from megatron_snip.patches.preflight.refusal import refusing
     from megatron_snip.patches.registry import Registry
 
     line = arguments.read_cli_args(words)
@@ -187,20 +188,19 @@ def built(
         stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
         stack.enter_context(contextlib.redirect_stderr(errors))
         try:
-            if is_recipe(script):
-                megatron_bridge.run_recipe(script, line.others)
-            else:
-                runpy.run_path(script, run_name="__main__")
+            with refusing("Megatron builds no model"):
+                if is_recipe(script):
+                    megatron_bridge.run_recipe(script, line.others)
+                else:
+                    runpy.run_path(script, run_name="__main__")
         except Reached:
             return job
-        except SnipError:
-            raise
         except SystemExit as end:
             raise UsageError(_end_text(script, end, errors.getvalue())) from None
         except ImportError as error:
+            if (error.name or "").partition(".")[0] == "megatron_snip":
+                raise
             raise UsageError(f"'{script}' cannot be run here: {one_line(error)}") from error
-        except Exception as error:
-            raise UsageError(f"Megatron builds no model: {megatron_lm.reason_of(error)}") from error
     raise UsageError(
         f"'{script}' does not reach Megatron-LM's or Megatron-Bridge's pretrain: is it a training "
         "script of Megatron's?"
@@ -217,9 +217,9 @@ def _end_text(script: str, end: SystemExit, printed: str) -> str:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Within the block nothing is logged: what matters is in the result."""
+    """Within the block only failures are logged: else what matters is in the result."""
     before = logging.root.manager.disable
-    logging.disable(logging.CRITICAL)
+    logging.disable(logging.WARNING)
     try:
         with warnings.catch_warnings(action="ignore"):
             yield

@@ -67,9 +67,9 @@ from types import MappingProxyType
 from typing import Any
 
 from megatron_snip.config import SnipConfig
-from megatron_snip.errors import UsageError, did_you_mean, one_line
+from megatron_snip.errors import UsageError, did_you_mean
 from megatron_snip.files import read_json, without_nan
-from megatron_snip.log import warn_once, warn_once_per_job
+from megatron_snip.log import launched_rank, log_failure, warn_once
 from megatron_snip.options import BF16, Option, Refusals
 from megatron_snip.planning.fixed import FixedLinears
 from megatron_snip.planning.problem import (
@@ -414,7 +414,7 @@ def check_divergences(config: SnipConfig) -> None:
 
 
 def _guarded(field: str, name: str, compute: Divergence) -> Divergence:
-    """Return a divergence of a plugin that is NaN where it fails, with one warning."""
+    """Return a divergence of a plugin that is NaN where it fails; rank 0 logs that once."""
 
     def guarded(linear: LinearStatistics, option: Option) -> float:
         if option == BF16:
@@ -422,8 +422,8 @@ def _guarded(field: str, name: str, compute: Divergence) -> Divergence:
         try:
             return float(compute(linear, option))
         except Exception as error:  # a plugin's mistake must not end training
-            text = f"{type(error).__name__}: {one_line(error)}"
-            warn_once_per_job(logger, f"{field} '{name}' is unknown where it fails: {text}")
+            if launched_rank() == 0:
+                log_failure(logger, f"{field} '{name}' of a plugin", error)
             return math.nan
 
     return guarded

@@ -1,5 +1,6 @@
 """Measures the statistics that plugins add (`added.py`) on the sample of one microbatch."""
 
+import logging
 from collections.abc import Mapping, MutableMapping
 
 import torch
@@ -7,6 +8,7 @@ from torch import Tensor
 
 from megatron_snip.errors import one_line
 from megatron_snip.formats import Format
+from megatron_snip.log import launched_rank, log_failure
 from megatron_snip.quantizers.quantize import rotated
 from megatron_snip.quantizers.stochastic import StochasticStream
 from megatron_snip.quantizers.together import GemmOperand, quantize_dequantize_operands
@@ -15,6 +17,8 @@ from megatron_snip.statistics.operands import Operands, TileAmaxes
 from megatron_snip.statistics.sample import MeasureSettings
 from megatron_snip.topology import LinearKind
 from megatron_snip.types import Gemm, Operand
+
+logger = logging.getLogger(__name__)
 
 _GEMMS = {
     Operand.INPUT: Gemm.FPROP,
@@ -116,4 +120,6 @@ def _value(
         return torch.as_tensor(value, dtype=torch.float32, device=original.device).reshape(())
     except Exception as error:  # a plugin's mistake must not end the measurement
         failures.setdefault(name, f"{type(error).__name__}: {one_line(error)}")
+        if launched_rank() == 0:
+            log_failure(logger, f"statistic '{name}' of a plugin", error)
         return original.new_full((), torch.nan, dtype=torch.float32)

@@ -21,7 +21,7 @@ from megatron_snip.patches.preflight.job import (
     Reached,
     least_ranks,
 )
-from megatron_snip.patches.preflight.megatron_lm import reason_of
+from megatron_snip.patches.preflight.refusal import refusing
 from megatron_snip.patches.preflight.world import World
 from megatron_snip.patches.registry import Call, Handler, Patch, Session
 
@@ -62,10 +62,8 @@ def patches(job: BuiltJob) -> list[Patch]:
         ranks = least_ranks(cfg.model) if job.gpus is None else job.gpus
         job.world = World(ranks)
         os.environ["WORLD_SIZE"] = str(ranks)
-        try:
+        with refusing("Megatron-Bridge refuses the job"):
             result = call.run()
-        except Exception as error:
-            raise UsageError(f"Megatron-Bridge refuses the job: {reason_of(error)}") from error
         job.args = settings_of(cfg)
         job.loop = BRIDGE_LOOP
         for section, values in _LEFT_OUT.items():

@@ -6,16 +6,16 @@ What the script would write, start or wait for before it builds its model is lef
 import copy
 import math
 import os
-import traceback
 from argparse import Namespace
 from collections.abc import Callable
 from typing import Any
 
-from megatron_snip.errors import UsageError, one_line
+from megatron_snip.errors import one_line
 from megatron_snip.linears.te.modules import have_te
 from megatron_snip.patches.arguments import add_snip_arguments
 from megatron_snip.patches.cpu.megatron import CPU_DEFAULTS
 from megatron_snip.patches.preflight.job import MADE_UP_VOCABULARY, BuiltJob, Reached, least_ranks
+from megatron_snip.patches.preflight.refusal import refusing
 from megatron_snip.patches.preflight.world import World
 from megatron_snip.patches.registry import Call, Handler, Patch, Session
 
@@ -79,10 +79,8 @@ def patches(job: BuiltJob) -> list[Patch]:
         args.world_size = ranks
         os.environ["WORLD_SIZE"] = str(ranks)
         _set_connections(args)
-        try:
+        with refusing("Megatron refuses the arguments"):
             result = call.run()
-        except Exception as error:
-            raise UsageError(f"Megatron refuses the arguments: {reason_of(error)}") from error
         job.args = copy.copy(args)
         job.lacks_te = args.transformer_impl == "transformer_engine" and not have_te()
         built_with = {**_LEFT_OUT, **_BUILT_WITH, **(_WITHOUT_TE if job.lacks_te else {})}
@@ -164,13 +162,3 @@ def _chunks(arguments: dict[str, Any]) -> list[Any]:
             wrap_with_ddp=False,
         )
     return list(model) if isinstance(model, list) else [model]
-
-
-def reason_of(error: BaseException) -> str:
-    """Return what an error says, in one line; of a bare assertion, what was asserted."""
-    text = one_line(error)
-    frame = traceback.extract_tb(error.__traceback__)[-1]
-    if not text:
-        text = frame.line or type(error).__name__
-    is_plain = isinstance(error, AssertionError | ValueError)
-    return text if is_plain else f"{type(error).__name__}: {text}"

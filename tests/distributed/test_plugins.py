@@ -21,7 +21,7 @@ BROKEN: dict[str, dict[str, Any]] = {
 }
 LINES = {
     "statistic": "statistic 'broken' is left out where its plugin failed to measure it: ",
-    "divergence": "loss_divergence 'broken' is unknown where it fails: ",
+    "divergence": "loss_divergence 'broken' of a plugin failed: ",
     "policy": "no plan for the problem of iteration 4: ",
 }
 
@@ -46,7 +46,7 @@ def _train(kind: str) -> dict[str, Any]:
         return {
             "losses": trainer.losses,
             "plans": [iteration for iteration, _ in trainer.events.applied],
-            "lines": trainer.warnings,
+            "lines": [*trainer.warnings, *trainer.tracebacks],
             "plan": [str(option) for option in controller.plan.linears.values()],
         }
 

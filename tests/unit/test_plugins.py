@@ -197,6 +197,44 @@ def test_a_command_has_the_plugins_that_stand_anywhere_in_it(
     assert run_copy(plan) == 0
 
 
+def test_an_error_in_a_plugin_is_a_line_with_its_place_and_then_the_traceback(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Any error, also one that would be the machine's if SNIP had raised it."""
+    broken = """
+from megatron_snip.planning.policies import POLICIES, Policy
+
+def no_entry(request):
+    return {}["no entry"]
+
+def no_file(request):
+    return open("/no/such/file")
+
+for decide in (no_entry, no_file):
+    POLICIES[decide.__name__] = Policy(decide.__name__, decide, needs_statistics=True)
+"""
+    file = tmp_path / "broken_snip.py"
+    file.write_text(broken)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    problem = tmp_path / "problem.json"
+    write_problem(problem_of([[0.0, 1.0]] * 4, target=0.5), problem)
+
+    def command() -> None:
+        for words, said, line in (
+            (["plan", problem, "--policy", "no_entry"], "KeyError: 'no entry'", 5),
+            (["plan", problem, "--policy", "no_file"], "No such file or directory", 8),
+            (["pareto", problem, "--policy", "no_entry"], "KeyError: 'no entry'", 5),
+            (["score", problem, "no_entry:0.5"], "KeyError: 'no entry'", 5),
+        ):
+            assert main(["--plugins", "broken_snip", *map(str, words)]) == 1
+            first, second, *rest = capfd.readouterr().err.splitlines()
+            assert first.startswith("megatron-snip: ") and said in first
+            assert first.endswith(f" (in a plugin: {file}:{line})")
+            assert second.startswith("Traceback") and said in rest[-1]
+
+    assert run_copy(command) == 0
+
+
 def test_a_run_that_names_a_module_does_not_get_it_imported(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", Shape(config()))
     settings = run / "config.yaml"

@@ -57,6 +57,19 @@ def test_ctrl_c_is_one_line(
     assert capsys.readouterr().err == "megatron-snip: ended by SIGINT\n"
 
 
+def test_a_bug_is_one_line_and_then_its_traceback(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def broken(words: list[str]) -> int:
+        raise KeyError("absent")
+
+    monkeypatch.setattr(__main__, "run_command", broken)
+    assert main(["doctor"]) == 1
+    first, second, *rest = capsys.readouterr().err.splitlines()
+    assert first.startswith("megatron-snip: KeyError: 'absent'; this is a bug of megatron-snip")
+    assert second.startswith("Traceback") and rest[-1] == "KeyError: 'absent'"
+
+
 def test_what_an_error_quotes_cannot_reach_the_terminal(tmp_path: Path) -> None:
     error = UsageError("a\nb \x1b[31m \udcff \u202e ok \u00e9 " + "x" * 5000 + " the end")
     text = shown(error)

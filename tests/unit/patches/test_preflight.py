@@ -1,18 +1,28 @@
 """Preflight without a script: a world of many ranks, stages as ranks, and what things cost."""
 
 import json
+import runpy
+from argparse import Namespace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.utils import divide
 
 from benchmarks.machine import RESULTS
+from megatron_snip.__main__ import main
+from megatron_snip.cli import preflight
 from megatron_snip.cli.preflight import _BLACKWELL, _higher_target
-from megatron_snip.errors import UnsupportedError
+from megatron_snip.collectives import RemoteFailure
+from megatron_snip.errors import UnsupportedError, UsageError
+from megatron_snip.log import forget_warnings
 from megatron_snip.patches.preflight import costs
 from megatron_snip.patches.preflight.examine import Preflight
 from megatron_snip.patches.preflight.job import BuiltJob, least_ranks
+from megatron_snip.patches.preflight.refusal import refusing
 from megatron_snip.patches.preflight.stages import Stage, groups_of, on_all
 from megatron_snip.patches.preflight.world import World, gpu_of
 from megatron_snip.topology import Topology
@@ -105,6 +115,56 @@ def test_a_newer_gpu_is_a_word_of_its_own(word: str, expected: bool) -> None:
     assert bool(_BLACKWELL.search(word)) is expected
 
 
+def test_a_refusal_is_one_line_and_a_bug_stays_a_bug(tmp_path: Path) -> None:
+    """By the code that ran last, whatever the type: Megatron refuses by errors of any type."""
+    script = tmp_path / "script.py"
+    script.write_text("{}['absent']")
+    for action, said in (
+        (lambda: divide(3, 2), "M: 3 is not divisible by 2"),  # an assertion
+        (lambda: TransformerConfig(num_layers=1), "M: ZeroDivisionError: .*config.py:"),
+        (lambda: runpy.run_path(str(script), run_name="__main__"), "M: KeyError: .*script.py:1"),
+    ):
+        with pytest.raises(UsageError, match=said) as refused, refusing("M"):
+            action()
+        assert "\n" not in str(refused.value)
+    with pytest.raises(TypeError), refusing("M"):
+        least_ranks(SimpleNamespace(tensor_model_parallel_size=Namespace()))  # ours
+    with pytest.raises(UnsupportedError), refusing("M"):
+        raise UnsupportedError("as it is")
+
+
+@pytest.mark.parametrize("place", ["built", "examined"])
+def test_a_bug_in_preflight_leaves_its_traceback(
+    place: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """While the model is built, or in what all stages do together, which logs it."""
+    script = tmp_path / "script.py"
+    script.write_text("import megatron.core\n")
+
+    def broken(*args: Any) -> Any:
+        return {}["absent"]
+
+    def built(*args: Any) -> Any:
+        if place == "built":
+            broken()
+        with pytest.raises(RemoteFailure) as error:
+            on_all(stages(1), lambda stage: stage.topology.control.gather("it", broken))
+        raise error.value
+
+    monkeypatch.setattr(preflight, "built", built)
+    forget_warnings()
+    assert main(["preflight", str(script)]) == 1
+    text = capsys.readouterr().err
+    (line,) = [line for line in text.splitlines() if line.startswith("megatron-snip: ")]
+    assert "KeyError: 'absent'" in line
+    logged = text + caplog.text
+    assert "Traceback" in logged and "in broken" in logged
+
+
 def build_large_layout(path: Path) -> None:
     """Build four stages of a model of 512 ranks, and write what was built."""
     from tests.models import build as build_model
@@ -147,8 +207,6 @@ def test_a_large_layout_is_built_on_the_meta_device(tmp_path: Path) -> None:
 
 
 def test_the_fewest_ranks_of_a_layout() -> None:
-    from argparse import Namespace
-
     layout = {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 4}
     assert least_ranks(Namespace(**layout)) == 8
     experts = {"expert_model_parallel_size": 8, "expert_tensor_parallel_size": 1}
