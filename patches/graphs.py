@@ -20,6 +20,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from megatron_snip.log import warn_once_per_job
 from megatron_snip.patches.registry import Call, Session, patch
 
 if TYPE_CHECKING:  # they import Megatron
@@ -42,6 +43,8 @@ def full_iteration(call: Call, session: Session) -> Any:
     repeats = controller is not None and controller.evaluations.repeats_microbatches
     if repeats and session.evaluating is not None and kwargs["forward_only"]:
         # One graph holds one precision, and this evaluation runs in several.
+        text = "snip: evaluations run without CUDA graphs: each runs in several precisions"
+        warn_once_per_job(logger, text, logging.INFO)
         return wrapper.forward_backward_func(**kwargs)
     return session.graphs.run_full_iteration(wrapper, kwargs, call.run)
 

@@ -131,6 +131,26 @@ def test_an_evaluation_in_both_precisions_says_what_the_plan_costs(lab: Lab) -> 
     assert all(row["eval/loss_increase_error"] > 0 for row in rows)
 
 
+def test_an_evaluation_by_groups_attributes_the_increase_to_experts_as_well(lab: Lab) -> None:
+    runs = [
+        lab.run("moe-ep2", [*SNIP, "--snip-eval-precision", each]) for each in ("both", "groups")
+    ]
+    assert weights(runs[0]) == weights(runs[1])
+    both, groups = (
+        [m for m in read_lines(run.output / "metrics.jsonl") if "validation_loss" in m]
+        for run in runs
+    )
+    for row, attributed in zip(both, groups, strict=True):
+        increases = {key: value for key, value in row.items() if key.startswith("eval/")}
+        assert increases and increases.items() <= attributed.items()
+    kinds = ("attention", "experts")
+    of_experts = [f"eval/increase_of/{kind}" for kind in kinds]
+    assert all(groups[-1][key] != 0 and groups[-1][f"{key}_error"] > 0 for key in of_experts)
+    text = "\n".join(snip_lines(runs[1]))
+    assert "evaluations run each microbatch up to 7 times: under the plan" in text
+    assert "iteration 10: evaluation: of this attention " in text
+
+
 def test_evaluations_of_another_size_are_no_part_of_training(lab: Lab) -> None:
     """Their own number of samples, microbatches and first iteration, as Bridge's `validation`."""
     sizes = "eval_interval=3 eval_iters=2 eval_global_batch_size=4 eval_micro_batch_size=1"

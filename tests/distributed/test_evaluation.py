@@ -5,11 +5,13 @@ from typing import Any
 
 import pytest
 
-from megatron_snip.run.evaluation import KINDS, THIRDS
+from megatron_snip.options import BF16
+from megatron_snip.run.controller import SnipController
+from megatron_snip.run.evaluation import KINDS, THIRDS, linear_groups
 from megatron_snip.trainer.loop import evaluate
 from tests.distributed.launch import run_ranks
 from tests.distributed.layouts import EP2, PP2, SP, TP2, Layout, OnRanks, names, results_on
-from tests.distributed.small_model import NARROW, SolverHere, layout
+from tests.distributed.small_model import NARROW, SolverHere, Trainer, layout
 
 MODEL: Layout = {
     **NARROW,
@@ -40,9 +42,24 @@ def measure(values: Layout, precision: str = "groups", **snip: Any) -> dict[str,
         trainer.advance(NUM_TRAINED, controller)
         loss = evaluate(trainer.state, trainer.samples, controller)
         found = controller.evaluations.take_metrics()
+        alone = _by_plans(trainer, controller, loss)
         trainer.advance(2, controller)
         controller.close()
-        return {"loss": loss, "found": found, **trainer.digests()}
+        return {"loss": loss, "found": found, "alone": alone, **trainer.digests()}
+
+
+def _by_plans(trainer: Trainer, controller: SnipController, loss: float) -> dict[str, float]:
+    """What each group adds to the loss, by an evaluation under a plan with the group in BF16."""
+    plan = controller.plan.linears
+    precision = controller.evaluations.precision
+    controller.evaluations.precision = "plan"
+    increases = {}
+    for group, names_of_group in linear_groups(plan).items():
+        controller.model.apply({n: BF16 if n in names_of_group else o for n, o in plan.items()})
+        increases[group] = loss - evaluate(trainer.state, trainer.samples, controller)
+    controller.model.apply(plan)
+    controller.evaluations.precision = precision
+    return increases
 
 
 attributed = results_on(2, "tests.distributed.test_evaluation:measure", LAYOUTS)
@@ -76,11 +93,24 @@ def test_the_increases_of_the_groups_add_up_to_that_of_the_plan(
         assert abs(sum(increase for increase, _ in parts) - total) < 2 * both_errors
 
 
+@pytest.mark.parametrize("name", names(LAYOUTS, fast=["pp", "ep"]))
+def test_the_increase_of_a_group_is_that_of_a_plan_with_the_group_in_bf16(
+    attributed: OnRanks, name: str
+) -> None:
+    """To the rounding of FP32 losses: the same forwards, in another order."""
+    for rank in attributed(name):
+        assert len(rank["alone"]) == 5
+        for group, increase in rank["alone"].items():
+            assert of_group(rank["found"], group)[0] == pytest.approx(increase, abs=2e-6), group
+        assert max(map(abs, rank["alone"].values())) > 1e-4
+
+
 def test_an_evaluation_by_groups_changes_neither_loss_nor_training(attributed: OnRanks) -> None:
     arguments = {"values": LAYOUTS["pp"], "precision": "plan"}
     plain = run_ranks(2, "tests.distributed.test_evaluation:measure", arguments)
     for rank, wanted in zip(attributed("pp"), plain, strict=True):
         assert wanted.pop("found") == {}
+        del wanted["alone"]
         assert {key: rank[key] for key in wanted} == wanted
 
 

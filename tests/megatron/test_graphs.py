@@ -2,8 +2,9 @@
 
 import pytest
 
+from tests.distributed.launch import Run
 from tests.megatron.fast_flags import GRAPH, GRAPHS
-from tests.megatron.lab import COLLECT_ONLY, SNIP, Lab, logged, snip_lines, weights
+from tests.megatron.lab import COLLECT_ONLY, SNIP, Lab, logged, read_lines, snip_lines, weights
 
 
 @pytest.mark.parametrize("layout", ["dp2", "pp2"])
@@ -67,3 +68,38 @@ def test_a_pipeline_stage_without_layers_trains_on(te_lab: Lab, captured: str) -
     num_plans = sum("plan applied" in line for line in lines)
     assert num_plans > 0
     assert sum(text in line for line in lines) == 1 + num_plans, run.report
+
+
+@pytest.mark.parametrize("captured", GRAPHS)
+def test_an_evaluation_by_groups_runs_without_graphs(te_lab: Lab, captured: str) -> None:
+    """A graph holds one precision. Bitwise what it finds, and trains, without graphs."""
+    groups = ["--snip-eval-precision", "groups"]
+    run = te_lab.run("te", [*FP8, *GRAPHS[captured][0], *PLANS, *groups])
+    _is_as_without_graphs(run, te_lab.run("te", [*FP8, GENERATOR, *PLANS, *groups]), "mlp")
+
+
+def test_experts_are_evaluated_as_a_group_beside_graphs_of_attention(te_lab: Lab) -> None:
+    groups = ["--snip-eval-precision", "groups"]
+    graphs = [*GRAPHS["layers"][0], "--cuda-graph-modules", "attn"]
+    run = te_lab.run("te ep2", [*FP8, *graphs, *PLANS, *groups])
+    _is_as_without_graphs(run, te_lab.run("te ep2", [*FP8, GENERATOR, *PLANS, *groups]), "experts")
+
+
+def _is_as_without_graphs(run: Run, eager: Run, group: str) -> None:
+    assert weights(run) == weights(eager), run.report
+    found, wanted = (
+        [
+            {key: value for key, value in row.items() if "eval/" in key or "validation" in key}
+            for row in read_lines(each.output / "metrics.jsonl")
+        ]
+        for each in (run, eager)
+    )
+    assert found == wanted
+    assert f"eval/increase_of/{group}" in found[-1]
+    assert any(found[-1][key] for key in found[-1] if "increase_of" in key)
+    lines = snip_lines(run)
+    assert any(": captured " in line for line in lines), run.report
+    assert not any("captured the validation step" in line for line in lines)
+    captures_all = any("captured the training step" in line for line in lines)
+    noted = [line for line in lines if "evaluations run without CUDA graphs" in line]
+    assert len(noted) == captures_all
