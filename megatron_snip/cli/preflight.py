@@ -283,7 +283,8 @@ def _linears(found: "Preflight") -> str:
     stages = linears["by stage"]
     if len(stages) > 1:
         text += f", {min(stages.values())} to {max(stages.values())} on a pipeline stage"
-    return f"{text}; at most {largest:.3g} billion parameters on a rank"
+    sharded = ", before FSDP shards them" if linears["sharded by FSDP"] else ""
+    return f"{text}; at most {largest:.3g} billion parameters on a rank{sharded}"
 
 
 def _shares(found: "Preflight") -> str:

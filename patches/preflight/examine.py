@@ -50,7 +50,8 @@ class Preflight:
         layout: sizes of the parallel layout, by short name.
         machine: the GPU and Transformer Engine that the answer is about.
         backend: what runs the linears.
-        linears: their numbers: all, those of experts, layers, by pipeline stage.
+        linears: their numbers: all, those of experts, by pipeline stage; and the parameters that a
+            rank of each stage builds.
         flags: the job's settings that SNIP knows: flag, what plans do under it, and how.
         job: share of the linears' FLOPs in each option that the job itself runs.
         fixed: linears whose option is fixed, by what fixes them.
@@ -125,6 +126,8 @@ def examine(job: BuiltJob) -> Preflight:
     if job.loop == BRIDGE_LOOP:
         found.refused = list(map(in_bridges_names, found.refused))
         found.warnings = list(map(in_bridges_names, found.warnings))
+        found.hints = list(map(in_bridges_names, found.hints))
+        found.fixed = {in_bridges_names(source): row for source, row in found.fixed.items()}
         found.flags = [{k: in_bridges_names(v) for k, v in row.items()} for row in found.flags]
     return found
 
@@ -218,22 +221,33 @@ def _models(found: Preflight, job: BuiltJob, config: SnipConfig) -> list[Planned
     if models[0].job.machine.te_version is not None:
         found.machine += f", Transformer Engine {models[0].job.machine.te_version}"
     of_experts = [each for each in linears if each.is_of_experts]
+    on_stage = Counter(each.stage for each in linears)
     found.linears = {
         "all": len(linears),
         "of experts": len(of_experts),
         "experts": max(models[0].job.num_experts.values(), default=0),
-        "by stage": dict(sorted(Counter(each.stage for each in linears).items())),
+        "by stage": {stage: on_stage[stage] for stage in range(len(job.stages))},
         "parameters of a rank": [
             sum(p.numel() for chunk in stage.chunks for p in chunk.parameters())
             for stage in job.stages
         ],
+        "sharded by FSDP": _is_sharded(job.args),
     }
     flops = {each.name: each.flops_per_token for each in linears}
-    shares: Counter[str] = Counter()
+    shares: dict[str, float] = {}
     for name, option in models[0].job.options.items():
-        shares[str(option)] += flops[name] / sum(flops.values())  # type: ignore[assignment]
-    found.job = dict(shares)
+        shares[str(option)] = shares.get(str(option), 0.0) + flops[name]
+    total = sum(shares.values())
+    found.job = {option: share / total for option, share in shares.items()}
     return models
+
+
+def _is_sharded(args: Namespace) -> bool:
+    """Return whether each data rank holds a part of every parameter that it builds."""
+    if getattr(args, "use_torch_fsdp2", False):
+        return True
+    strategy = getattr(args, "data_parallel_sharding_strategy", "no_shard")
+    return bool(getattr(args, "use_megatron_fsdp", False)) and strategy == "optim_grads_params"
 
 
 def _plan(found: Preflight, job: BuiltJob, config: SnipConfig, models: list[PlannedModel]) -> None:

@@ -1,6 +1,7 @@
 """Two recipes of Megatron-Bridge, shrunk, under several layouts; runs are made once and shared."""
 
 import dataclasses
+import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -33,6 +34,35 @@ LAYOUTS = {
     "moe-ep2": ["moe", "model.expert_model_parallel_size=2"],
 }
 """A recipe and its overrides, for two ranks."""
+
+CURRENT_SCALING = "bf16_with_fp8_current_scaling_mixed"
+"""FP8 of Hopper, with BF16 in the first and the last layer."""
+
+QUANT_RECIPE = {
+    "configs": {
+        "wide": {
+            "transformer_engine_config_type": "TEQuantizationParams",
+            "training_recipe": {"fp8_quantization_recipe": None, "fp4_quantization_recipe": None},
+        }
+    },
+    "matchers": {
+        "one": {
+            "type": "glob",
+            "pattern": "decoder.layers.1.mlp.linear_fc2",
+            "config": "wide",
+            "enabled": True,
+        }
+    },
+}
+"""Of `model.quant_recipe`: one linear stays BF16."""
+
+OF_JOB = ["model.use_te_rng_tracker=true", "rng.te_rng_tracker=true"]
+"""Graphs need it, and it changes the first weights."""
+
+
+def of_job() -> dict[str, str]:
+    """The environment of a job in `CURRENT_SCALING` and with `QUANT_RECIPE`."""
+    return {"TINY_PRECISION": CURRENT_SCALING, "TINY_QUANT": json.dumps(QUANT_RECIPE)}
 
 
 class Lab:
@@ -73,12 +103,16 @@ class Lab:
         return self._runs[case]
 
     def run_words(
-        self, words: Sequence[str], environment: dict[str, str] | None = None, plain: bool = False
+        self,
+        words: Sequence[str],
+        environment: dict[str, str] | None = None,
+        plain: bool = False,
+        ranks: int = 2,
     ) -> Run:
         """Run `python -m megatron_snip WORDS`, or `python WORDS` with the CPU patch alone."""
         given = {"TINY_EARLY": "1", **(environment or {}), "MASTER_PORT": str(free_port())}
         arguments = {"words": words, "environment": given, "plain": plain}
-        return self._server.run(2, "tests.bridge.script:run_script", arguments, TIMEOUT_S)
+        return self._server.run(ranks, "tests.bridge.script:run_script", arguments, TIMEOUT_S)
 
     def close(self) -> None:
         self._server.close()

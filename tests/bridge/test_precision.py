@@ -5,41 +5,13 @@ from pathlib import Path
 
 import pytest
 
-from tests.bridge.lab import Lab, losses, weights
+from tests.bridge.lab import CURRENT_SCALING, OF_JOB, Lab, losses, of_job, weights
 from tests.megatron.lab import applied_plans, snip_lines
 from tests.processes import run_python
-
-CURRENT_SCALING = "bf16_with_fp8_current_scaling_mixed"
-"""FP8 of Hopper, with BF16 in the first and the last layer."""
-
-QUANT_RECIPE = {
-    "configs": {
-        "wide": {
-            "transformer_engine_config_type": "TEQuantizationParams",
-            "training_recipe": {"fp8_quantization_recipe": None, "fp4_quantization_recipe": None},
-        }
-    },
-    "matchers": {
-        "one": {
-            "type": "glob",
-            "pattern": "decoder.layers.1.mlp.linear_fc2",
-            "config": "wide",
-            "enabled": True,
-        }
-    },
-}
-"""Of `model.quant_recipe`: one linear stays BF16."""
-
-OF_JOB = ["model.use_te_rng_tracker=true", "rng.te_rng_tracker=true"]
-"""Graphs need it, and it changes the first weights."""
 
 SNIP = ["--snip", "--snip-interval", "4", "--snip-start-step", "3", "--snip-lag", "2"]
 PLANS = [*OF_JOB, *SNIP, "--snip-efficiency-target", "0.25"]
 COLLECT_ONLY = [*PLANS, "--snip-collect-only"]
-
-
-def of_job() -> dict[str, str]:
-    return {"TINY_PRECISION": CURRENT_SCALING, "TINY_QUANT": json.dumps(QUANT_RECIPE)}
 
 
 def test_measuring_beside_the_recipes_own_precision_changes_no_bit(lab: Lab) -> None:

@@ -2,6 +2,8 @@
 
 MXFP8 = ["--fp8-format", "e4m3", "--fp8-recipe", "mxfp8"]
 NVFP4 = ["--fp4-format", "e2m1", "--fp4-recipe", "nvfp4"]
+FUSED_EXPERTS = {"NVTE_CUTEDSL_FUSED_GROUPED_MLP": "1"}
+"""The environment in which Megatron 0.19.2 fuses gated experts."""
 STORED = "--fp8-param-gather"
 GATHERED_BF16 = [*MXFP8, STORED, "--reuse-grad-buf-for-mxfp8-param-ag"]
 

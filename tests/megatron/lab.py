@@ -72,6 +72,23 @@ WITH_TE = {
     "te dist-opt2": (2, [*TE, "--use-distributed-optimizer"]),
     "te pp2": (2, [*TE, *PP2]),
     "te vpp2": (2, [*TE, *PP2, "--num-virtual-stages-per-pipeline-rank", "2"]),
+    "te embedding alone": (2, [*TE, *PP2, "--pipeline-model-parallel-layout", "E|ttttL"]),
+    "te first stage short": (2, [*TE, *PP2, "--decoder-first-pipeline-num-layers", "1"]),
+    "te last stage short": (2, [*TE, *PP2, "--decoder-last-pipeline-num-layers", "1"]),
+    "te embedding and loss as layers": (
+        2,
+        [
+            *(*TE, *PP2, "--num-layers", "6"),
+            *("--account-for-embedding-in-pipeline-split", "--account-for-loss-in-pipeline-split"),
+        ],
+    ),
+    "te prediction alone": (
+        4,
+        [
+            *(*TE, "--pipeline-model-parallel-size", "4", *MTP, "--mtp-num-layers", "1"),
+            *("--pipeline-model-parallel-layout", "Et|ttt|m|L"),
+        ],
+    ),
     "te ep2": (2, [*TE, *EXPERTS, "--moe-grouped-gemm", "--moe-token-dispatcher-type", "alltoall"]),
     "te fsdp2": (2, [*FSDP2, *TE]),
     "te megatron-fsdp": (2, [*MEGATRON_FSDP, *TE]),
@@ -202,6 +219,14 @@ def recipes_of(run_output: Path, iteration: int) -> dict[str, str]:
     """Recipe of each linear under the plan of an iteration, as the run recorded it."""
     file = run_output / "precision" / f"{iteration}.json"
     return {row["name"]: row["recipe"] for row in json.loads(file.read_text())["linears"]}
+
+
+def runnable(problem: dict[str, Any]) -> list[tuple[str, int, float, list[str]]]:
+    """What each linear of a problem can run: name, stage, FLOPs, options."""
+    return [
+        (row["name"], row["stage"], row["flops"], sorted(row["options"]))
+        for row in problem["linears"]
+    ]
 
 
 def numbers(value: Any, place: str) -> Iterator[tuple[str, float]]:

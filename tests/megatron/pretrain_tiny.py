@@ -12,6 +12,7 @@ TINY_AUTO: the script imports megatron_snip.auto, before all else.
 TINY_BREAK: the loss is infinite under the plan of this number, and those after it, of the
 different plans that run FP4.
 TINY_FAULTS: every refresh fails, as in `faults.py`.
+TINY_CONFIG: values that the model's config gets, as JSON; the arguments stay as they are.
 TINY_FUSED_WGRAD: weight gradients are added in a GEMM, as is the default on a GPU.
 TINY_RESTART: a second training in the same process, as in-process restart does.
 """
@@ -134,6 +135,8 @@ def model_provider(
         config.use_cpu_initialization = False
     if "TINY_FUSED_WGRAD" in os.environ:
         config.gradient_accumulation_fusion = True
+    for name, value in json.loads(os.environ.get("TINY_CONFIG", "{}")).items():
+        setattr(config, name, value)
     common = {
         "vocab_size": args.padded_vocab_size,
         "max_sequence_length": args.max_position_embeddings,

@@ -4,15 +4,16 @@ Weight gradients added in a GEMM (gradient accumulation fusion), SwiGLU of exper
 operations, and Adam on the remainders of BF16 weights.
 """
 
+import json
+
 import pytest
 
-from tests.megatron.fast_flags import GATHERED_BF16, MXFP8, SHORT, SMALL
+from tests.megatron.fast_flags import FUSED_EXPERTS, GATHERED_BF16, MXFP8, SHORT, SMALL
 from tests.megatron.lab import COLLECT_ONLY, SNIP, Lab, applied_plans, logged, weights
 
-FUSED_EXPERTS = {"NVTE_CUTEDSL_FUSED_GROUPED_MLP": "1"}
-"""With it Megatron 0.19.2 fuses gated experts."""
 FUSED_WGRAD = {"TINY_FUSED_WGRAD": "1"}
 BF16_FP8 = ["--snip-formats", "bf16,fp8"]
+PLANNED = [*SMALL, "--train-iters", "6", *SNIP, *BF16_FP8]
 PRECISE = ["--use-precision-aware-optimizer"]
 JOBS = {
     "wgrad of Megatron's linears": ("dp2", [], FUSED_WGRAD),
@@ -32,9 +33,24 @@ def test_measuring_changes_no_bit_and_a_plan_trains(te_lab: Lab, job: str) -> No
     assert weights(collected) == weights(plain)
     assert logged(collected, "grad norm") == logged(plain, "grad norm")
     assert [path.name for path in collected.output.glob("problems/*")] == ["3.json"]
-    length = [*SMALL, "--train-iters", "6"]
-    run = te_lab.run(layout, [*flags, *length, *SNIP, *BF16_FP8], environment)
+    run = te_lab.run(layout, [*flags, *PLANNED], environment)
     losses, before = logged(run), logged(plain)
     assert applied_plans(run) == [5], run.report
     assert [losses[i] for i in range(1, 5)] == [before[i] for i in range(1, 5)]
     assert float(losses[6]) < float(losses[1])
+
+
+def test_grouped_experts_are_judged_by_the_config_that_runs(te_lab: Lab) -> None:
+    """After 0.19 the fuser sets `moe_use_grouped_tensor` in the config; the argument stays false.
+
+    Without the fuser SNIP cannot run with it.
+    """
+    config = {"TINY_CONFIG": json.dumps({"moe_use_grouped_tensor": True})}
+    refused = te_lab.run("te ep2", [*MXFP8, *PLANNED], config)
+    assert refused.statuses == (2, 2), refused.report
+    errors = [x for x in refused.logs[0].splitlines() if x.startswith("megatron-snip: error: ")]
+    assert len(errors) == 1 and "--moe-use-grouped-tensor" in errors[0], refused.report
+    layout, flags, environment = JOBS["SwiGLU of experts"]
+    fused = te_lab.run(layout, [*flags, *PLANNED], {**environment, **config})
+    assert applied_plans(fused) == [5], fused.report
+    assert weights(fused) == weights(te_lab.run(layout, [*flags, *PLANNED], environment))

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,8 @@ import yaml
 from megatron.training.arguments import add_megatron_arguments
 
 from tests.distributed.launch import Run
-from tests.megatron.lab import EXPERTS, MODEL, SCRIPT, WITH_TE, Lab
+from tests.megatron.fast_flags import FUSED_EXPERTS, MXFP8
+from tests.megatron.lab import EXPERTS, MODEL, SCRIPT, WITH_TE, Lab, runnable, snip_lines
 from tests.recipes import load
 
 RECIPES = (
@@ -35,14 +37,21 @@ OF_A_RECIPE = {
 SNIP = ["--snip", "--snip-interval", "4", "--snip-start-step", "3", "--snip-lag", "1"]
 
 
-def cases() -> Iterator[tuple[str, str, list[str]]]:
-    """(name, layout, Megatron's flags)."""
+def cases() -> Iterator[tuple[str, str, list[str], dict[str, str]]]:
+    """(name, layout, Megatron's flags, environment)."""
     for name, args in load():
         if name in RECIPES:
             layout = "te tp2" if getattr(args, "sequence_parallel", False) else "te"
-            yield name, layout, recipe_words(vars(args))
-    yield "hybrid stages", "hybrid-pp2", []
-    yield "several chunks", "te vpp2", []
+            yield name, layout, recipe_words(vars(args)), {}
+    yield "fused experts", "te ep2", [*MXFP8, "--use-transformer-engine-op-fuser"], FUSED_EXPERTS
+    # On the CPU the job has no such fusion, and preflight is about the GPU's job.
+    yield "torch's FSDP", "te fsdp2", ["--no-gradient-accumulation-fusion"], {}
+    yield "Megatron's FSDP", "te megatron-fsdp", MXFP8, {}
+    for layout in (
+        *("hybrid-pp2", "te vpp2", "delta-net", "te embedding alone", "te first stage short"),
+        *("te last stage short", "te embedding and loss as layers", "te prediction alone"),
+    ):
+        yield layout, layout, [], {}
 
 
 def recipe_words(settings: dict[str, Any]) -> list[str]:
@@ -69,21 +78,28 @@ def recipe_words(settings: dict[str, Any]) -> list[str]:
     return words
 
 
-def preflight(lab: Lab, layout: str, flags: list[str]) -> tuple[Run, dict[str, Any]]:
+def preflight(
+    lab: Lab, layout: str, flags: list[str], environment: dict[str, str] | None = None
+) -> tuple[Run, dict[str, Any]]:
     ranks, parallel = WITH_TE[layout]
+    if "fsdp" in layout:  # as on the job's machines
+        environment = {"CUDA_DEVICE_MAX_CONNECTIONS": "8", **(environment or {})}
     head = ["preflight", "--json", "--gpus", str(ranks), "--capability", "10.0"]
-    run = lab.run_words(1, [*head, SCRIPT, *MODEL.split(), *parallel, *flags], {}, plain=False)
+    words = [*head, SCRIPT, *MODEL.split(), *parallel, *flags]
+    run = lab.run_words(1, words, environment or {}, plain=False)
     text = run.logs[0]
     return run, json.loads(text[text.index("{") : text.rindex("}") + 1]) if "{" in text else {}
 
 
-@pytest.mark.parametrize(("name", "layout", "flags"), [pytest.param(*c, id=c[0]) for c in cases()])
+@pytest.mark.parametrize(
+    ("name", "layout", "flags", "environment"), [pytest.param(*c, id=c[0]) for c in cases()]
+)
 def test_it_says_what_the_job_then_does(
-    te_lab: Lab, name: str, layout: str, flags: list[str]
+    te_lab: Lab, name: str, layout: str, flags: list[str], environment: dict[str, str]
 ) -> None:
     flags = [*flags, "--train-iters", "4", *SNIP]
-    run, found = preflight(te_lab, layout, flags)
-    job = te_lab.run(layout, flags)
+    run, found = preflight(te_lab, layout, flags, environment)
+    job = te_lab.run(layout, flags, environment)
     assert job.statuses == (0,) * len(job.statuses), job.report
     assert run.statuses == (0,) and not found["refused"], run.report
     settings = yaml.safe_load((job.output / "config.yaml").read_text())
@@ -92,15 +108,14 @@ def test_it_says_what_the_job_then_does(
     problem = json.loads((job.output / "problems" / "3.json").read_text())
     for key in ("pins", "ties", "stage_layers", "target"):
         assert found["problem"].get(key) == problem.get(key), key
-    assert rows(found["problem"]) == rows(problem)
-
-
-def rows(problem: dict[str, Any]) -> list[tuple[str, int, float, list[str]]]:
-    """What each linear of a problem can run."""
-    return [
-        (row["name"], row["stage"], row["flops"], sorted(row["options"]))
-        for row in problem["linears"]
-    ]
+    assert runnable(found["problem"]) == runnable(problem)
+    on_stage = Counter(row["stage"] for row in problem["linears"])
+    assert found["linears"]["by stage"] == {
+        str(stage): on_stage[stage] for stage in range(len(problem["stage_layers"]))
+    }
+    assert found["linears"]["sharded by FSDP"] == ("FSDP" in name)
+    lines = [line for line in snip_lines(job) if "linears are small" in line]
+    assert [hint for hint in found["hints"] if hint not in lines[0]] == [], job.report
 
 
 def test_all_that_is_refused_is_named_at_once(te_lab: Lab) -> None:
@@ -111,6 +126,25 @@ def test_all_that_is_refused_is_named_at_once(te_lab: Lab) -> None:
     refused = " ".join(found["refused"])
     for word in ("--cuda-graph-impl local", "--exp-avg-dtype", "--snip-pins: 'nothing'"):
         assert word in refused
+
+
+def test_an_error_in_a_plugin_is_named_with_its_file(te_lab: Lab, tmp_path: Path) -> None:
+    script = tmp_path / "pretrain.py"
+    script.write_text(f"import runpy\nrunpy.run_path({SCRIPT!r}, run_name='__main__')\n")
+    plugin = tmp_path / "broken_snip.py"
+    plugin.write_text(
+        "from megatron_snip.planning.policies import POLICIES, Policy\n"
+        "def decide(request):\n"
+        "    return {}['no entry']\n"
+        "POLICIES['broken'] = Policy('broken', decide, needs_statistics=False)\n"
+    )
+    flags = ["--snip", "--snip-plugins", "broken_snip", "--snip-policy", "broken"]
+    words = ["preflight", str(script), *MODEL.split(), *WITH_TE["te"][1], *flags]
+    run = te_lab.run_words(1, words, {}, plain=False)
+    (line,) = [x for x in run.logs[0].splitlines() if x.startswith("megatron-snip: ")]
+    assert run.statuses == (1,) and "KeyError: 'no entry'" in line, run.report
+    assert line.endswith(f"(in a plugin: {plugin}:3)")
+    assert "Traceback" in run.logs[0]
 
 
 def test_mistakes_are_one_line(te_lab: Lab, tmp_path: Path) -> None:

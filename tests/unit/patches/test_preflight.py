@@ -15,7 +15,7 @@ from megatron.core.utils import divide
 from benchmarks.machine import RESULTS
 from megatron_snip.__main__ import main
 from megatron_snip.cli import preflight
-from megatron_snip.cli.preflight import _BLACKWELL, _higher_target
+from megatron_snip.cli.preflight import _BLACKWELL, _higher_target, _screen
 from megatron_snip.collectives import RemoteFailure
 from megatron_snip.errors import UnsupportedError, UsageError
 from megatron_snip.log import forget_warnings
@@ -83,6 +83,25 @@ def test_a_message_that_nobody_read_is_not_the_next_ones() -> None:
         of_two, lambda s: s.topology.control.gather("second", lambda: s.topology.rank)
     )
     assert list(gathered[0].by_rank()) == [0, 1]
+
+
+def test_the_screen_has_each_hint_and_all_stages(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "300")
+    linears = {"all": 16, "of experts": 0, "experts": 0, "by stage": {0: 4, 1: 0, 2: 12}}
+    linears |= {"parameters of a rank": [5e8, 0, 15e8], "sharded by FSDP": False}
+    found = Preflight(layout={"ranks": 3, "PP": 3}, linears=linears, hints=["one", "two"])
+    screen = {line[:12].strip(): line[12:] for line in _screen(found, "s.py").splitlines()}
+    assert screen["linears"] == (
+        "16, 0 to 12 on a pipeline stage; at most 1.5 billion parameters on a rank"
+    )
+    lines = _screen(found, "s.py").splitlines()
+    assert [line for line in lines if line.startswith("hint")] == [
+        "hint        one",
+        "hint        two",
+    ]
+    found = Preflight(layout={"ranks": 3}, linears={**linears, "sharded by FSDP": True})
+    assert "hint" not in _screen(found, "s.py")
+    assert "billion parameters on a rank, before FSDP shards them" in _screen(found, "s.py")
 
 
 @pytest.mark.parametrize(
