@@ -41,6 +41,7 @@ from megatron_snip.planning.problem import PlanningProblem
 from megatron_snip.planning.solver_process import SolverProcess
 from megatron_snip.reporting.events import (
     Event,
+    Measurement,
     Metrics,
     PlanApplied,
     Reporter,
@@ -492,21 +493,22 @@ class SnipController:
             mean = self._observations.mean_with(state.observations, refresh)
             state = replace(state, observations=mean)
             target = self._plans.targets_of(state).at(iteration + self.config.lag)
-            make = partial(self._observations.measurement, mean, target, refresh)
-            measured = self._control.attempt("making a planning problem", make)
+            make = partial(self._observations.problem, mean, target)
+            divergences, problem = self._control.attempt("making a planning problem", make)
         except SnipError as failure:
             self._keep_plan(state, iteration, failure)
             return state
-        noise = measured.health.gradient_noise(state.plan.linears)
-        watched = state.watched or measured.divergences.most_fragile(NUM_WATCHED)
+        health = refresh.health
+        noise = health.gradient_noise(state.plan.linears)
+        watched = state.watched or divergences.most_fragile(NUM_WATCHED)
         state = replace(state, watched=watched)
-        measured = replace(measured, gradient_noise=noise, watched=watched)
-        text = f"measured {len(self.model.job.linears)} linears in {measured.seconds:.2f} s"
+        text = f"measured {len(self.model.job.linears)} linears in {refresh.seconds:.2f} s"
         if self.config.heal_below_noise is not None and noise is not None:
             text += f", gradient noise {noise:.3g}"
         self._reporter.log(f"iteration {iteration}: {text}")
+        measured = Measurement(divergences, problem, refresh.seconds, health, noise, watched)
         self._reporter.write(Event(iteration, measured))
-        alert, alerts = new_alerts(self.config.alerts, measured.health, state.alerts)
+        alert, alerts = new_alerts(self.config.alerts, health, state.alerts)
         if alert is not None:
             self._reporter.notify(iteration, "health", alert)
         state = replace(state, alerts=alerts)
@@ -520,7 +522,7 @@ class SnipController:
             )
             self._reporter.notify(iteration, "health", text)
             state = replace(state, heal_from=iteration)
-        return self._begin_solve(state, iteration, measured.problem)
+        return self._begin_solve(state, iteration, problem)
 
     # ---- the steps of these ---------------------------------------------------------------------
 
@@ -534,7 +536,8 @@ class SnipController:
         def make() -> PlanningProblem:
             if mean is None or self._schedule.plans_without_statistics:
                 return self._plans.available.problem_without_measurements(target)
-            return self._observations.measurement(mean, target).problem
+            _, problem = self._observations.problem(mean, target)
+            return problem
 
         return self._plans.fitted_problem(self._control.attempt(what, make))
 

@@ -3,7 +3,7 @@
 run            a measured iteration: the sensitivities of the linears' weights are gathered, their
                forward and backward are observed while it runs, and ranks add up what they saw
 mean_with      the running mean of the statistics, with what was measured
-measurement    statistics -> divergences -> planning problem
+problem        statistics -> divergences -> planning problem
 """
 
 import logging
@@ -29,7 +29,7 @@ from megatron_snip.linears.model import PlannedModel
 from megatron_snip.linears.moe_dispatch import ExpertDispatch
 from megatron_snip.linears.snapshot import TrainingStateSnapshot
 from megatron_snip.planning.plan import PrecisionPlan
-from megatron_snip.reporting.events import Measurement
+from megatron_snip.planning.problem import PlanningProblem
 from megatron_snip.run.guard import Outcome
 from megatron_snip.run.step import (
     StepLoss,
@@ -71,10 +71,6 @@ class Refresh:
     health: HealthTable = field(default_factory=lambda: HealthTable(0, ()))
     seconds: float = 0.0
     failure: str = ""
-
-
-NOT_MEASURED = Refresh(failure="nothing was measured")
-"""Of a problem that is made from earlier measurements."""
 
 
 class Observations:
@@ -251,19 +247,17 @@ class Observations:
         measured = [set(row.formats) for row in mean.linears if row.microbatches]
         return bool(measured) and all(needed <= formats for formats in measured)
 
-    def measurement(
-        self, mean: StatisticsTable, target: float, refresh: Refresh = NOT_MEASURED
-    ) -> Measurement:
-        """Return what measurements amount to: divergences, health, a planning problem.
+    def problem(
+        self, mean: StatisticsTable, target: float
+    ) -> tuple[DivergenceTable, PlanningProblem]:
+        """Return what measurements amount to: divergences, and a planning problem.
 
         Args:
             mean: the running mean of the statistics.
             target: the efficiency target of the problem.
-            refresh: the measured iteration that ended now; else health is empty.
         """
         divergences = self._divergences(mean, warn=self._topology.rank == 0)
-        problem = self._available.restrict(planning_problem(divergences, target))
-        return Measurement(divergences, problem, refresh.seconds, refresh.health)
+        return divergences, self._available.restrict(planning_problem(divergences, target))
 
     def loss_divergence(self, mean: StatisticsTable | None, plan: PrecisionPlan) -> float | None:
         """Return a plan's loss divergence by the measurements so far; None without any."""

@@ -66,4 +66,5 @@ def test_a_problem_has_the_pins_of_the_run() -> None:
     available = AvailableOptions(options, {}, pins=pins)
     observations = Observations(SnipConfig(formats=("fp8", "fp4")), model, available, None)
     mean = StatisticsTable(5, 2.0, tuple(MEASURED))
-    assert observations.measurement(mean, 0.5).problem.pins == pins
+    _, problem = observations.problem(mean, 0.5)
+    assert problem.pins == pins
