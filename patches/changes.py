@@ -28,8 +28,8 @@ class Change:
         where: the file that changes it, from the repository's root.
         reason: why SNIP needs it; one sentence.
         upstream: the issue, pull request or code that makes it necessary.
-        releases: releases of the package that need it.
         until: when the entry can go.
+        releases: releases of the package that need it.
         on_instances: whether the attribute is set on objects of the job, and not on the class.
     """
 
@@ -37,8 +37,8 @@ class Change:
     where: str
     reason: str
     upstream: str
-    releases: str
     until: str
+    releases: str = "all"
     on_instances: bool = False
 
     def found(self) -> str:
@@ -65,7 +65,6 @@ CHANGES = (
         "patches/megatron_lm.py",
         "Adds --snip-* flags to the parser of scripts that are not edited.",
         f"{LM}/issues/7266 (callbacks have no point before arguments are parsed)",
-        "all",
         "when Megatron-LM takes argument providers from installed packages",
     ),
     Change(
@@ -76,7 +75,6 @@ CHANGES = (
         "patches/megatron_lm.py",
         "Checks SNIP's settings against Megatron's before the model is built.",
         f"{LM}/issues/7266",
-        "all",
         _LM_LOOP,
     ),
     Change(
@@ -84,7 +82,6 @@ CHANGES = (
         "patches/megatron_lm.py",
         "Attaches SNIP to the model that was built and loaded.",
         f"{LM}/pull/5610",
-        "all",
         _LM_LOOP,
     ),
     Change(
@@ -99,7 +96,6 @@ CHANGES = (
         "Runs each forward-backward under the plan, again if the guard needs it, and reports the "
         "iteration.",
         f"{LM}/pull/5610 (its callbacks observe a step and cannot run it again)",
-        "all",
         _LM_LOOP,
     ),
     Change(
@@ -110,7 +106,6 @@ CHANGES = (
         "patches/megatron_lm.py",
         "Keeps SNIP's state in Megatron's checkpoints.",
         f"{LM}/pull/5610 (no state of callbacks in checkpoints)",
-        "all",
         _LM_LOOP,
     ),
     # ---- Megatron-Bridge's loop ------------------------------------------------------------------
@@ -131,7 +126,6 @@ CHANGES = (
         "patches/megatron_bridge/loop.py",
         "The same points of Megatron-Bridge's loop, which has its own copies of these functions.",
         f"{BRIDGE}/issues/2064 (its callbacks can neither run a step again nor keep a state)",
-        "all",
         _BRIDGE_LOOP,
     ),
     # ---- Megatron-Core ---------------------------------------------------------------------------
@@ -144,7 +138,6 @@ CHANGES = (
         "Simulates the GEMMs of Megatron's own linears; the class chooses `_forward_impl` and has "
         "no argument for it.",
         f"{LM}/blob/core_v0.19.2/megatron/core/tensor_parallel/layers.py",
-        "all",
         "when these classes take their GEMMs as an argument",
     ),
     Change(
@@ -153,7 +146,6 @@ CHANGES = (
         "Lets the guard see a NaN loss before Megatron ends the job: the iteration may run again "
         "under the plan before.",
         f"{LM}/issues/3884",
-        "all",
         "when the machine can be asked to leave a result to its caller",
     ),
     Change(
@@ -161,8 +153,8 @@ CHANGES = (
         "patches/graphs.py",
         "Runs a measured iteration without the graph, and captures again after a new plan.",
         _NO_HOOK,
-        "0.16 and later",
         "when Megatron-Core can skip a graph for one iteration",
+        releases="0.16 and later",
     ),
     Change(
         (
@@ -173,8 +165,8 @@ CHANGES = (
         "patches/graphs.py",
         "Captures layers again after a plan that changes them; a helper captures once.",
         _NO_HOOK,
-        "0.17 and later",
         "when a helper can capture a second time",
+        releases="0.17 and later",
     ),
     Change(
         ("torch.nn:Module.__call__",),
@@ -182,8 +174,8 @@ CHANGES = (
         "Removes a wrapper that make_graphed_callables leaves on classes which inherit `__call__`, "
         "so that layers without a graph quantize their weights anew.",
         f"{TE}/blob/v2.20/transformer_engine/pytorch/graph.py (seen in 2.8 to 2.20)",
-        "Transformer Engine 2.8 to 2.20",
         "until the oldest supported Transformer Engine restores an inherited `__call__`",
+        releases="Transformer Engine 2.8 to 2.20",
     ),
     Change(
         (
@@ -194,8 +186,8 @@ CHANGES = (
         "Makes communication buffers for both precisions that a plan may give a linear; Megatron "
         "asks for those of the job alone.",
         f"{TE}/pull/2043",
-        "Transformer Engine 2.7 and later",
         "when Megatron asks for buffers by the precision of each linear",
+        releases="Transformer Engine 2.7 and later",
     ),
     Change(
         (
@@ -207,8 +199,8 @@ CHANGES = (
         "a pass measured that Megatron repeats. Sets `moe_expert_rank_capacity_factor` of the "
         "token dispatchers meanwhile.",
         _NO_HOOK,
-        "0.19 and later",
         "when the runner can be asked for one pass without the limit",
+        releases="0.19 and later",
     ),
     Change(
         (
@@ -219,8 +211,8 @@ CHANGES = (
         "Keeps the experts' input while a plan runs experts in BF16; Megatron frees it in every "
         "FP8 or FP4 job.",
         f"{LM}/blob/core_v0.19.2/megatron/core/models/common/utils.py",
-        "0.16 and later (in the second module before 0.19)",
         "when Megatron decides by the recipe of the experts",
+        releases="0.16 and later (in the second module before 0.19)",
     ),
     Change(
         ("megatron.core.transformer.module:MegatronModule.set_is_first_microbatch",),
@@ -228,7 +220,6 @@ CHANGES = (
         "Quantizes weights again in every step of a BF16 job that SNIP plans.",
         f"{LM}/issues/5641 (fixed for --te-precision-config-file in 0.19 by pull request 5642; a "
         "plan is not such a file)",
-        "all",
         "when Megatron asks each module whether it quantizes (pull request 7353)",
         on_instances=True,
     ),
@@ -239,8 +230,8 @@ CHANGES = (
         "megatron_snip/linears/te/gathered_weights.py",
         "Saves the BF16 weight that Megatron gathers before it is quantized to MXFP8.",
         f"{LM}/blob/core_v0.19.2/megatron/core/distributed/param_and_grad_buffer.py",
-        "0.18 and later",
         "when a stored weight can be had in BF16 upstream",
+        releases="0.18 and later",
         on_instances=True,
     ),
     # ---- modules of Transformer Engine -----------------------------------------------------------
@@ -259,7 +250,6 @@ CHANGES = (
         "Gives a module the recipe of its plan, and makes it build quantizers and quantized "
         "weights again: Transformer Engine compares the class of a recipe and not its fields.",
         f"{TE}/issues/3157",
-        "all",
         "when a recipe may change during training (pull request 2817 and issue 3157)",
         on_instances=True,
     ),
@@ -269,8 +259,8 @@ CHANGES = (
         "Drops NVFP4 weights that lack what dgrad multiplies, where Megatron recomputes "
         "activations.",
         f"{TE}/pull/2524",
-        "Transformer Engine 2.8 to 2.11",
         "until Transformer Engine 2.12 is the oldest supported",
+        releases="Transformer Engine 2.8 to 2.11",
         on_instances=True,
     ),
     Change(
@@ -282,7 +272,6 @@ CHANGES = (
         "Keeps the first state of delayed scaling while a plan runs another recipe: the global "
         "update reaches no later one.",
         f"{TE}/pull/2620 (QuantizerRole keeps the state of one recipe class)",
-        "all",
         "when a state outlives a change of recipe upstream",
         on_instances=True,
     ),
@@ -297,7 +286,6 @@ CHANGES = (
         "Multiplies a BF16 copy of a weight that is stored quantized, under an option that is not "
         "the job's.",
         f"{TE}/pull/2691 (a stored weight has the format of its recipe)",
-        "all",
         "when a module can multiply a weight in another format than it is stored in",
         on_instances=True,
     ),
@@ -314,8 +302,8 @@ CHANGES = (
         "Communicates without overlap in a recipe that has no communication buffer; Transformer "
         "Engine raises an error there.",
         f"{TE}/pull/2043",
-        "Transformer Engine 2.7 and later",
         "when a module without a buffer falls back by itself",
+        releases="Transformer Engine 2.7 and later",
         on_instances=True,
     ),
     Change(
@@ -329,8 +317,8 @@ CHANGES = (
         "Runs the two linears of an MLP with fused operations, or the fused operations in the "
         "plan's recipe; they are built once and do not call their linears.",
         f"{LM}/blob/core_v0.19.2/megatron/core/extensions/transformer_engine.py",
-        "0.16 and later; experts from 0.18 on, grouped tensors after 0.19",
         "when fused operations take a recipe for each call",
+        releases="0.16 and later; experts from 0.18 on, grouped tensors after 0.19",
         on_instances=True,
     ),
     Change(
@@ -338,16 +326,16 @@ CHANGES = (
         "patches/megatron_bridge/settings.py",
         "Puts Bridge's names of settings into this package's lines of the log.",
         "https://docs.python.org/3/library/logging.html#logging.setLogRecordFactory",
-        "under Megatron-Bridge",
         "when each message names settings for the training loop that runs",
+        releases="under Megatron-Bridge",
     ),
     Change(
         ("megatron.core.transformer.attention:Attention.core_attention.current_max_attn_logits",),
         "megatron_snip/linears/snapshot.py",
         "Puts a statistic of attention back when an iteration runs again.",
         f"{LM}/blob/core_v0.19.2/megatron/core/transformer/attention.py",
-        "0.16 and later",
         "when Megatron's own rerun restores it",
+        releases="0.16 and later",
         on_instances=True,
     ),
     # ---- the process -----------------------------------------------------------------------------
@@ -357,7 +345,6 @@ CHANGES = (
         "Patches a loop when the script has imported it, so that the script decides which "
         "Megatron that is.",
         "importlib has no event for an import",
-        "all",
         "with the last patch of a loop",
     ),
     Change(
@@ -365,15 +352,14 @@ CHANGES = (
         "megatron_snip/__init__.py",
         "Finds the folders kernels/ and patches/ of a checkout that is not installed.",
         "the layout of this repository",
-        "checkouts only",
         "when a checkout is always installed",
+        releases="checkouts only",
     ),
     Change(
         ("os:execv", "os:execve"),
         "patches/new_program.py",
         "A script that starts itself again (recipe runners of Megatron-Bridge) starts with SNIP.",
         f"{BRIDGE}/blob/main/scripts/performance (its runners replace their process)",
-        "all",
         "when no supported runner replaces its process",
     ),
     # ---- machines without a GPU ------------------------------------------------------------------
@@ -383,16 +369,16 @@ CHANGES = (
         "Does not build CUDA kernels under --cpu; other functions of Megatron's that need a CUDA "
         "package have twins there.",
         _NO_HOOK,
-        "all, with --cpu",
         "never: it is how --cpu works",
+        releases="all, with --cpu",
     ),
     Change(
         ("torch:cuda", "torch.distributed:all_to_all_single"),
         "patches/cpu/__init__.py",
         "Answers calls of torch.cuda, and what gloo lacks of NCCL, from the CPU under --cpu.",
         _NO_HOOK,
-        "all, with --cpu",
         "never: it is how --cpu works",
+        releases="all, with --cpu",
     ),
     Change(
         (
@@ -405,8 +391,8 @@ CHANGES = (
         "Saves and loads the steps of PyTorch's AdamW, which Megatron takes where neither "
         "Transformer Engine nor Apex is installed.",
         f"{LM}/blob/core_v0.19.2/megatron/core/optimizer/distrib_optimizer.py",
-        "all, with --cpu",
         "when the distributed optimizer supports PyTorch's AdamW",
+        releases="all, with --cpu",
     ),
     # ---- jobs that are not run -------------------------------------------------------------------
     Change(
@@ -425,8 +411,8 @@ CHANGES = (
         "Builds the model of any rank of a job for megatron-snip preflight, without other ranks "
         "and without memory.",
         "--fake-process-group of Megatron 0.19 makes the groups; nothing upstream stops there",
-        "all, in megatron-snip preflight",
         "never: it is how preflight works",
+        releases="all, in megatron-snip preflight",
     ),
 )
 """Every change, in the order of the page docs/megatron.md."""

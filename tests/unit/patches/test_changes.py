@@ -48,7 +48,7 @@ def test_what_is_found_names_what_is_missing() -> None:
     found = {change.targets: change.found() for change in CHANGES}
     assert found[("os:execv", "os:execve")] == "found"
     assert ON_INSTANCES in found.values()
-    missing = Change(("os:no_such_call",), "x", "r.", "u", "all", "never")
+    missing = Change(("os:no_such_call",), "x", "r.", "u", "never")
     assert "no no_such_call" in missing.found()
 
 
