@@ -138,8 +138,9 @@ def shown(error: BaseException | str) -> str:
 def known_failure(error: BaseException) -> str | None:
     """Return one line for a failure of the machine or of an installed package; None for a bug.
 
-    Memory that cannot be had, a full disk, too many open files, a package that breaks when it is
-    imported. torch and NumPy raise the first three as their own errors, too.
+    It may be the cause of an error that a package raised instead. Memory that cannot be had, a full
+    disk, too many open files, a package that breaks when it is imported. torch and NumPy raise the
+    first three as their own errors, too.
     """
     package = _broken_package(error)
     if package is not None:
@@ -154,7 +155,7 @@ def known_failure(error: BaseException) -> str | None:
     for known, advice in _OF_THE_MACHINE.items():
         if number == known or (number is None and os.strerror(known) in text):
             return f"{one_line(error)}; {advice}"
-    return None
+    return None if error.__cause__ is None else known_failure(error.__cause__)
 
 
 def _broken_package(error: BaseException) -> str | None:

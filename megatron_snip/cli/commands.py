@@ -127,6 +127,9 @@ def split_plugins(words: Sequence[str]) -> tuple[list[str], list[str]]:
         word = left.pop(0)
         flag, is_joined, names = word.partition("=")
         is_of_command = not others or others[0] in COMMANDS
+        if others[:1] == ["preflight"]:
+            is_value = len(others) > 1 and others[-1] in ("--gpus", "--capability")
+            is_of_command = word.startswith("-") or is_value
         if word == "--" or not is_of_command:
             return plugins, [*others, word, *left]
         if flag != PLUGINS_FLAG:

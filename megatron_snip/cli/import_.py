@@ -101,11 +101,12 @@ def check_plan(plan: PrecisionPlan, problem: PlanningProblem) -> list[str]:
     Raises:
         UsageError: if the plan breaks pins or ties, or has an option that the problem forbids.
     """
-    unlisted: dict[Option, None] = {}
+    listed = {parse_option(option) for row in problem.linears for option in row.options}
+    unlisted: dict[Option, list[str]] = {}
     for row in problem.linears:
         option = plan.linears[row.name]
         if option not in map(parse_option, row.options):
-            unlisted[option] = None
+            unlisted.setdefault(option, []).append(row.name)
     # The layers of the stages come from the flags and the files as well, so they may be others.
     own = problem.model_copy(update={"stage_layers": plan.stage_layers})
     faults = broken_rules(plan, own, PlanSettings(pins=problem.pins), unlisted)
@@ -115,11 +116,17 @@ def check_plan(plan: PrecisionPlan, problem: PlanningProblem) -> list[str]:
             "change the file, or give a problem of a run without these rules"
         )
     warnings = []
-    new = [str(option) for option in unlisted if option != BF16]
+    new = [str(option) for option in unlisted if option not in {BF16, *listed}]
     if new:
         warnings.append(
             f"the problem did not measure {listing(new)}: a run with this plan needs these in "
             "--snip-formats"
+        )
+    for option in listed.intersection(unlisted):
+        names = unlisted[option]
+        warnings.append(
+            f"the problem has no {option} for {listing(names, 3)}: a run with this plan gives "
+            f"{'it' if len(names) == 1 else 'them'} another option, and says so"
         )
     if plan.efficiency < problem.target - float(TOLERANCE):
         warnings.append(

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron_snip.cli.common import new_table, write_output
+from megatron_snip.cli.common import check_output, new_table, write_output
 from megatron_snip.cli.import_ import recipe_of
 from megatron_snip.cli.pipeline_flags import add_stage_flags
 from megatron_snip.errors import UsageError, did_you_mean, listing
@@ -54,7 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("things", metavar="THING", nargs="+", help=text)
     text = "option of the linears that a precision file does not name, such as nvfp4 [bf16]"
-    add("--base", metavar="OPTION", default="bf16", help=text)
+    add("--base", metavar="OPTION", help=text)
     text = "in precision files experts are modules of their own (no --moe-grouped-gemm)"
     add("--sequential-experts", action="store_true", help=text)
     add("--output", metavar="FILE.svg", type=Path, help="draw the recipes beside SNIP's curve")
@@ -68,8 +68,12 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         UsageError: for bad input.
     """
+    if args.output is not None:
+        things = [Path(part) for thing in args.things for part in thing.split(",")]
+        check_output(args.output, (args.problem, *things))
     problem = read_problem(args.problem)
     scorer = Scorer(problem)
+    _check_flags(args)
     scores = [scorer.score(thing, _linears(thing, scorer, args)) for thing in args.things]
     if args.output is not None:
         write_output(args.output, _picture(problem, scores))
@@ -82,6 +86,27 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
+def _check_flags(args: argparse.Namespace) -> None:
+    """Refuse the flags of precision files where no thing is one."""
+    if any(_is_precision_file(thing) for thing in args.things):
+        return
+    given = {
+        "--base": args.base is not None,
+        "--sequential-experts": args.sequential_experts,
+        "--pipeline-stages": args.pipeline_stages is not None,
+        "--chunk-layers": args.chunk_layers is not None,
+    }
+    if flags := [name for name, is_given in given.items() if is_given]:
+        raise UsageError(
+            f"{listing(flags)}: for precision files of Megatron (.yaml), and none is given; "
+            "leave it out, or name the file"
+        )
+
+
+def _is_precision_file(thing: str) -> bool:
+    return all(Path(part).suffix in (".yaml", ".yml") for part in thing.split(","))
+
+
 def _linears(thing: str, scorer: Scorer, args: argparse.Namespace) -> dict[str, Option]:
     """Return the option that a recipe gives every linear of the problem.
 
@@ -89,10 +114,12 @@ def _linears(thing: str, scorer: Scorer, args: argparse.Namespace) -> dict[str, 
         UsageError: if it is no recipe, or one of another model.
     """
     names = scorer.problem.names
-    paths = [Path(part) for part in thing.split(",")]
-    if all(path.suffix in (".yaml", ".yml") for path in paths):
+    if _is_precision_file(thing):
+        paths = [Path(part) for part in thing.split(",")]
         files = [PrecisionFile(read_yaml(path), f"'{path}'") for path in paths]
-        linears, warnings = recipe_of(files, scorer.problem, args, Option.parse(args.base))
+        linears, warnings = recipe_of(
+            files, scorer.problem, args, Option.parse(args.base or "bf16")
+        )
         for warning in warnings:
             print(f"warning: {warning}", file=sys.stderr)
         return linears

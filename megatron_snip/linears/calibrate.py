@@ -167,6 +167,8 @@ def measure(
     left = options
     while left and time.perf_counter() < end:
         for option in left:
+            if time.perf_counter() >= end:
+                break
             if option not in linears:
                 forward, weight = make(shape, option, x)
                 if linears:  # one weight for all options: a model's largest takes gigabytes

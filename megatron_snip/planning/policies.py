@@ -143,7 +143,10 @@ def get_policy(name: str, problem: PlanningProblem | None = None) -> Policy:
     if policy.granularity != "gemm" or problem is None:
         return policy
     if not any("-" in option for linear in problem.linears for option in linear.options):
-        text = "each option has one format for all three; use granularity gemm or another policy"
+        text = (
+            "each option has one format for all three; take another policy, or measure per GEMM "
+            "(--snip-granularity gemm)"
+        )
         raise UsageError(f"policy '{name}' orders GEMMs, and {text}")
     return policy
 

@@ -13,6 +13,7 @@ The first plan comes from one of four sources. The first of these five rules tha
 Then it is made to fit the settings and the linears of this run (fitting.py).
 """
 
+import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from enum import Enum, auto
@@ -170,7 +171,7 @@ class RunPlans:
         """
         changed = frozenset[str]()
         if state is not None:
-            changed = changed_plan_settings(state, self._recorded_config, self.file_digest)
+            changed = changed_plan_settings(state, self._recorded_config, self._digests)
         new_settings = changed - {"plan_file"}
         has_new_file = self._file_plan is not None and (state is None or "plan_file" in changed)
         source = self._source(state, new_settings, has_new_file)
@@ -296,7 +297,17 @@ class RunPlans:
         """Return what a resumed run reports if it changed (`state.reported_settings`)."""
         recipes = self._model.recipes(self.config.named_formats)
         backend = str(self._model.job.backend)
-        return reported_settings(self._recorded_config, backend, recipes, self.file_digest)
+        return reported_settings(self._recorded_config, backend, recipes, self._digests)
+
+    @property
+    def _digests(self) -> dict[str, str]:
+        """Digests of what the files hold that settings name, by setting."""
+        digests = {} if self.file_digest is None else {"plan_file": self.file_digest}
+        table = self.available.calibration
+        if table is not None and self.config.calibration is not None:
+            text = table.model_dump_json()
+            digests["calibration"] = hashlib.sha256(text.encode()).hexdigest()
+        return digests
 
     @property
     def _recorded_config(self) -> SnipConfig:

@@ -223,11 +223,11 @@ PLAN_SETTINGS = (
 """What a plan may use and must reach: if one of them changes, a resumed run decides on its
 first plan anew (plans.py)."""
 
-_FILE_DIGEST = "digest of plan_file"
+_DIGEST_OF = "digest of "
 
 
 def reported_settings(
-    config: SnipConfig, backend: str, recipes: Mapping[str, str], file_digest: str | None = None
+    config: SnipConfig, backend: str, recipes: Mapping[str, str], digests: Mapping[str, str] = {}
 ) -> dict[str, str]:
     """Return what a resumed run reports if it changed: settings, versions, recipes of formats.
 
@@ -235,7 +235,7 @@ def reported_settings(
         config: the settings.
         backend: the backend of the linears.
         recipes: {format: its recipe}, as a text.
-        file_digest: of the plan in the plan file; None without one.
+        digests: of what the files that settings name hold, by setting.
     """
     versions = {name: installed_version(name) for name in PACKAGES}
     settings = {name: getattr(config, name) for name in SnipConfig.model_fields}
@@ -243,29 +243,31 @@ def reported_settings(
     del settings["enabled"], settings["output_dir"]
     return {
         **_as_text(settings),
-        **_plan_settings(config, file_digest),
+        **_plan_settings(config, digests),
         **_as_text({"backend": backend, **versions}),
         **{f"recipe of {name}": recipe for name, recipe in recipes.items()},
     }
 
 
 def changed_plan_settings(
-    state: RunState, config: SnipConfig, file_digest: str | None = None
+    state: RunState, config: SnipConfig, digests: Mapping[str, str] = {}
 ) -> frozenset[str]:
     """Return which of `PLAN_SETTINGS` differ from those of the run that wrote a state.
 
-    A plan file differs if it holds another plan than the file of that run. The same plan under
-    another path does not count.
+    A file differs if it holds something else than the file of that run. The same under another
+    path does not count.
     """
     former = state.settings
-    new = _plan_settings(config, file_digest)
+    new = _plan_settings(config, digests)
     changed = {
         name for name in PLAN_SETTINGS if _differs(name, former.get(name, new[name]), new[name])
     }
-    if _FILE_DIGEST in former and _FILE_DIGEST in new:  # both runs had a plan file
-        changed.discard("plan_file")
-        if former[_FILE_DIGEST] != new[_FILE_DIGEST]:
-            changed.add("plan_file")
+    for name in digests:
+        key = _DIGEST_OF + name
+        if key in former:  # both runs had such a file
+            changed.discard(name)
+            if former[key] != new[key]:
+                changed.add(name)
     return frozenset(changed)
 
 
@@ -276,9 +278,9 @@ def _differs(name: str, former: str, new: str) -> bool:
     return former != new
 
 
-def _plan_settings(config: SnipConfig, file_digest: str | None) -> dict[str, str]:
-    digest = {} if file_digest is None else {_FILE_DIGEST: file_digest[:12]}
-    return _as_text({name: getattr(config, name) for name in PLAN_SETTINGS}) | digest
+def _plan_settings(config: SnipConfig, digests: Mapping[str, str]) -> dict[str, str]:
+    of_files = {_DIGEST_OF + name: digest[:12] for name, digest in digests.items()}
+    return _as_text({name: getattr(config, name) for name in PLAN_SETTINGS}) | of_files
 
 
 def _as_text(values: Mapping[str, Any]) -> dict[str, str]:

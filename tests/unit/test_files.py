@@ -173,6 +173,13 @@ def test_a_file_that_cannot_be_written_is_named(
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_full_disk_behind_another_error_is_named() -> None:
+    """As Megatron raises when it cannot write its index of samples."""
+    wrapped = RuntimeError("Failed to write dataset materials")
+    wrapped.__cause__ = OSError(errno.ENOSPC, "No space left on device")
+    assert (known_failure(wrapped) or "").startswith("[Errno 28] No space left on device; ")
+
+
 def test_an_earlier_attempt_is_moved_aside(tmp_path: Path) -> None:
     mark(tmp_path)
     assert clear_run(tmp_path, [], archive=True) is None

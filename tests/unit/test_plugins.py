@@ -138,6 +138,9 @@ def test_words_of_a_script_are_its_own() -> None:
     words = ["pretrain.py", "--plugins", "its_own"]
     assert split_plugins(["--plugins", "a,b", *words]) == (["a", "b"], words)
     assert split_plugins(["--cpu", *words]) == ([], ["--cpu", *words])
+    theirs = ["preflight", "--gpus", "8", "train.py", "--plugins", "theirs"]
+    assert split_plugins(theirs) == ([], theirs)
+    assert split_plugins(["preflight", "--json", "--plugins", "a", "x.py"])[0] == ["a"]
     assert split_plugins(["plan", "--plugins=a", "p", "--plugins", "b"]) == (
         ["a", "b"],
         ["plan", "p"],

@@ -57,6 +57,22 @@ def test_every_format_is_measured_at_every_shape(
     assert "nvfp4" in text and "64 tokens" in text
 
 
+def test_no_option_is_warmed_up_after_the_time_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Option] = []
+    clock = iter(range(1_000_000))
+    monkeypatch.setattr(calibrate.time, "perf_counter", lambda: float(next(clock)))
+    simulated = calibrate.simulated_linear
+
+    def counted(shape: TimedShape, option: Option, x: Any) -> Any:
+        made.append(option)
+        return simulated(shape, option, x)
+
+    monkeypatch.setattr(calibrate, "simulated_linear", counted)
+    shape = SHAPE._replace(options="bf16,fp8,fp4,mxfp8")
+    found = measure(shape, None, CPU, budget_s=1e6, limit_s=10.0)
+    assert len(made) < 4 and "the time limit came before" in next(iter(found.refused.values()))
+
+
 def test_quantizing_x_for_wgrad_counts_as_wgrad(machine: Machine) -> None:
     """A linear does it in the forward, unless its weight is frozen."""
     found = measure(SHAPE, None, CPU, budget_s=1e-6).linear

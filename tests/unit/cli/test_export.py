@@ -376,6 +376,19 @@ def test_what_a_coming_run_decides_is_a_warning(folder: Path, printed: Any) -> N
     assert "warning: the share is below the problem's target of 0.9" in text
 
 
+def test_an_option_that_one_linear_lacks_is_a_warning(folder: Path, printed: Any) -> None:
+    Path("hand.yaml").write_text(WRITTEN_BY_HAND)
+    costs = {"nvfp4": OptionCost(quality_loss=0.1, saving=1.0)}
+    problem = problem_of([[0.0, 1.0]] * 4).with_options(
+        lambda row: row.options if row.name == name_of(1) else {**row.options, **costs}
+    )
+    write_problem(problem, Path("problem.json"))
+    words = ("hand.yaml", "--problem", "problem.json", "--output", "back.json")
+    text = printed("import", *words)
+    assert f"warning: the problem has no nvfp4 for {name_of(1)}: a run with this plan" in text
+    assert "did not measure" not in text
+
+
 EXPERTS = "mlp.experts.linear_fc1"
 LAYERS = 12
 """So that the name of layer 1 begins as those of layers 10 and 11 do."""

@@ -172,3 +172,17 @@ def test_a_diff_names_what_changed_with_its_losses_then_and_now(
     assert "every linear has the same option" in printed("diff", paths[0], paths[0])
     write_plan(plan_of(["fp4"]), tmp_path / "other.json")
     assert "are of two models" in refused("diff", paths[0], tmp_path / "other.json")
+
+
+def test_an_output_never_replaces_what_is_read(problem: str, plan: str, refused: Any) -> None:
+    for taken in (problem, plan):
+        before = Path(taken).read_bytes()
+        text = refused("score", problem, plan, "--output", taken)
+        assert "which this command reads; name another file" in text
+        assert Path(taken).read_bytes() == before
+
+
+def test_flags_of_precision_files_need_one(problem: str, plan: str, refused: Any) -> None:
+    words = ("--base", "nvfp4", "--sequential-experts", "--pipeline-stages", "7")
+    text = refused("score", problem, plan, *words, "--chunk-layers", "1,2")
+    assert "--base, --sequential-experts, --pipeline-stages, --chunk-layers" in text

@@ -90,8 +90,9 @@ def run_plans(
 
 
 def state_of(resumed: PrecisionPlan, file_digest: str | None = None, **former: Any) -> RunState:
+    digests = {} if file_digest is None else {"plan_file": file_digest}
     config = SnipConfig(**{"formats": "fp8,fp4", **former})
-    settings = reported_settings(config, "simulate", {}, file_digest)
+    settings = reported_settings(config, "simulate", {}, digests)
     return RunState(6, resumed, settings=settings)
 
 

@@ -232,5 +232,10 @@ def test_the_same_file_under_a_relative_path_is_no_change(
     assert changed_plan_settings(state, same) == set()
     other = same.model_copy(update={"calibration": tmp_path / "b.json"})
     assert changed_plan_settings(state, other) == {"calibration"}
+    measured_again = {"calibration": "b" * 64}
+    noted = reported_settings(config, "te", {}, {"calibration": "a" * 64})
+    assert changed_plan_settings(replace(state, settings=noted), config, measured_again) == {
+        "calibration"
+    }
     auto = config.model_copy(update={"calibration": "auto"})
     assert changed_plan_settings(state, auto) == {"calibration"}
