@@ -10,6 +10,8 @@ from megatron_snip.config import FREE, SnipConfig
 from megatron_snip.divergence.quality_loss import check_divergences
 from megatron_snip.errors import InfeasiblePlanError, UsageError, naming_field
 from megatron_snip.linears.availability import AvailableOptions
+from megatron_snip.linears.te.machine import te_support
+from megatron_snip.options import Option
 from megatron_snip.planning.constraints import make_constraints
 from megatron_snip.planning.fixed import summary
 from megatron_snip.planning.option_table import make_table
@@ -166,10 +168,16 @@ def _advice(
         reached: what these settings reach.
     """
     advice = []
+    # Of time no other formats are advised: the target is a share of the seconds that the run's own
+    # options can save, and only those were measured.
+    others = {} if config.cost == "time" else available.alternatives
+    own = {_recipes(option, available) for option in config.options}
     ruled = {name: each for name, each in available.fixed.items() if each.source.is_rule}
     free = [row for row in problem.linears if row.name not in ruled]
     best = ("", reached)
-    for formats, (higher, lower) in available.alternatives.items():
+    for formats, (higher, lower) in others.items():
+        if {_recipes(higher, available), _recipes(lower, available)} == own:
+            continue
         runs = {row.name for row in free if available.why_not(row.name, lower) is None}
         total: dict[int, float] = defaultdict(float)
         gain: dict[int, float] = defaultdict(float)
@@ -195,3 +203,9 @@ def _advice(
             f"{freeable[0]}"
         )
     return "".join(f"; {text}" for text in advice)
+
+
+def _recipes(option: Option, available: AvailableOptions) -> tuple[str, ...]:
+    """Return what runs each GEMM of an option: fp8 and mxfp8 may be the same recipe."""
+    machine = available.job.machine
+    return tuple(te_support(name, machine)[0] or name for name in option.formats)

@@ -6,13 +6,15 @@ from typing import Any
 
 import pytest
 
-from megatron_snip.errors import UsageError
+from megatron_snip.errors import InfeasiblePlanError, UsageError
 from megatron_snip.linears.te.machine import Machine
 from megatron_snip.linears.te.recipe_table import JobPrecision
 from megatron_snip.options import BF16, Option
+from megatron_snip.planning.calibration import CalibratedLinear, CalibrationTable
 from megatron_snip.planning.fixed import Fixed, Source, fixed_pins, summary
 from megatron_snip.planning.plan import write_plan
 from megatron_snip.planning.planner import make_plan
+from megatron_snip.run.feasibility import check_settings
 from megatron_snip.run.plans import RunPlans
 from tests.unit.planning.build import options_of, plan_of
 from tests.unit.run.build import FP4, FP8, FP8_JOB, MXFP8, A, B, C, first, run_plans, state_of
@@ -72,6 +74,55 @@ def test_formats_are_advised_if_every_stage_that_must_reach_the_target_does(
     with pytest.raises(UsageError, match="the best reachable target is 0") as refused:
         plans.first_plan(None, 0)
     assert str(refused.value).partition("; --snip-formats ")[2] == advice
+
+
+@pytest.mark.parametrize(
+    ("formats", "machine", "is_advised"),
+    [
+        ("bf16,fp8", Machine(), False),
+        ("bf16,mxfp8", Machine(), True),
+        ("bf16,mxfp8", Machine((10, 0), "2.20.2"), False),  # fp8 is mxfp8 there
+        ("bf16,fp8_tensorwise", Machine((10, 0), "2.20.2"), True),
+    ],
+)
+def test_the_formats_that_a_run_has_are_not_advised(
+    formats: str, machine: Machine, is_advised: bool
+) -> None:
+    settings: dict[str, Any] = {"pins": f"{C}=bf16", "pipeline_balance": "none"}
+    plans = run_plans(formats=formats, job_facts={"machine": machine}, **settings)
+    available = replace(plans.available, alternatives={"bf16,fp8": (BF16, FP8)})
+    problem = available.problem_without_measurements(0.9)
+    available = replace(available, fixed={})  # as if all could be freed
+    with pytest.raises(InfeasiblePlanError, match=r"best reachable target is 0\.5") as refused:
+        check_settings(problem, plans.config, plans.plan_settings(0), available)
+    assert ("--snip-formats bf16,fp8 reaches 1" in str(refused.value)) == is_advised
+
+
+def test_no_formats_are_advised_where_the_target_counts_time(tmp_path: Path) -> None:
+    """Only what the run's own options take was measured."""
+    seconds = {name: dict.fromkeys(("fprop", "dgrad", "wgrad"), s) for name, s in TIMES.items()}
+    table = CalibrationTable(
+        machine="a",
+        device="b",
+        date="c",
+        versions={},
+        tokens=1,
+        linears=(CalibratedLinear(names="*", out_features=1, in_features=1, seconds=seconds),),
+    )
+    path = tmp_path / "calibration.json"
+    path.write_text(table.model_dump_json())
+    refusals = {FP4: {C: "its shape"}}
+    settings = {"pins": f"{A}=bf16", "pipeline_balance": "none", "efficiency_target": 0.9}
+    times = {"cost": "time", "calibration": path}
+    plans = run_plans(refusals, formats="bf16,fp4", **settings, **times)
+    plans.available = replace(plans.available, alternatives={"bf16,fp8": (BF16, FP8)})
+    with pytest.raises(UsageError, match=r"best reachable target is 0\.5") as refused:
+        plans.first_plan(None, 0)
+    assert "--snip-formats" not in str(refused.value)
+
+
+TIMES = {"bf16": 3.0, "fp8": 2.0, "fp4": 1.0}
+"""Seconds of a GEMM."""
 
 
 def test_linears_that_run_the_job_s_option_only_keep_it_and_lower_the_target() -> None:
