@@ -340,7 +340,7 @@ class PlannedModel:
             "options": {linear.name: str(linear.job_option) for linear in self.linears},
             "rules": {name: rule for name, rule in rules.items() if rule is not None},
             "ties": [list(mlp.names) for mlp in fused],
-            "file": file_rules(self.chunks),
+            "file": file_rules(self.chunks, fused_modules),
         }
 
     def _planned(

@@ -7,12 +7,13 @@ just that.
 """
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Sequence
 from dataclasses import fields
 from types import SimpleNamespace
 from typing import Any
 
 import torch
+from megatron.core.models.common.language_module.language_module import LanguageModule
 
 from megatron_snip.errors import UsageError
 from megatron_snip.linears.te.recipe import RecipeFields, TERecipe
@@ -68,14 +69,17 @@ def rule_of(module: Any, name: str, is_fused: bool = False) -> Source | None:
     return Source.EDGE if is_bf16_layer(getattr(module, "config", None), block, layer) else None
 
 
-def file_rules(model: Sequence[torch.nn.Module]) -> dict[str, bool]:
+def file_rules(
+    model: Sequence[torch.nn.Module], fused: Container[int] = frozenset()
+) -> dict[str, bool]:
     """Return {rule of this rank's precision file: whether it decides for a module of this rank}.
 
-    A rule is shown as `PATTERN (CONFIG)`. Megatron matches the names that a model gives its
-    modules; the first rule that matches decides.
+    A rule is shown as `PATTERN (CONFIG)`. The first rule that matches a module's name decides, if
+    Megatron has applied the file to the module.
 
     Args:
-        model: Megatron's model chunks, wrapped or not.
+        model: Megatron's model chunks, wrapped or not; SNIP has not touched their modules.
+        fused: `id` of the modules whose operations are fused: a rule does not count there.
     """
     decides: dict[str, bool] = {}
     for name, module in _named_modules(model):
@@ -83,6 +87,9 @@ def file_rules(model: Sequence[torch.nn.Module]) -> dict[str, bool]:
         texts = [f"{each.pattern} ({each.config_key})" for each in matchers]
         for text in texts:
             decides.setdefault(text, False)
+        # Megatron applies it to its GPT and hybrid models alone: not to a T5 or a vision encoder.
+        if getattr(module, "te_quant_params", None) is None or id(module) in fused:
+            continue
         layer = re.search(r"layers\.(\d+)", name)  # as Megatron's `get_quant_config_or_none` does
         context = SimpleNamespace(module_path=name, layer_number=layer and int(layer[1]))
         for text, matcher in zip(texts, matchers, strict=True):
@@ -92,15 +99,23 @@ def file_rules(model: Sequence[torch.nn.Module]) -> dict[str, bool]:
     return decides
 
 
-def _named_modules(model: Sequence[torch.nn.Module]) -> Iterator[tuple[str, Any]]:
-    """Yield (name in the model that Megatron has built, module) of what rules apply to."""
+def _named_modules(model: Sequence[torch.nn.Module]) -> list[tuple[str, Any]]:
+    """Return (name that Megatron matches, module) of what rules apply to.
+
+    A language model matches the names of its modules in itself, also where it is a part of a model
+    with a vision encoder.
+    """
+    found: dict[int, tuple[str, Any]] = {}
     for chunk in model:
         inner: Any = chunk
         while isinstance(getattr(inner, "module", None), torch.nn.Module):  # DDP's, for example
             inner = inner.module
-        for name, module in inner.named_modules():
-            if hasattr(module, "finish_init") and hasattr(module, "config"):
-                yield name, module
+        owners = [each for each in inner.modules() if isinstance(each, LanguageModule)]
+        for owner in (inner, *owners):  # the last one that holds a module names it
+            for name, module in owner.named_modules():
+                if hasattr(module, "finish_init") and hasattr(module, "config"):
+                    found[id(module)] = (name, module)
+    return list(found.values())
 
 
 def _uniform(name: str) -> TERecipe:

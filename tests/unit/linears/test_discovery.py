@@ -7,8 +7,13 @@ import pytest
 import torch
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.models.multimodal.llava_model import LLaVAModel
+from megatron.core.models.T5.t5_model import T5Model
+from megatron.core.models.T5.t5_spec import (
+    decoder_model_with_local_spec,
+    encoder_model_with_local_spec,
+)
 from megatron.core.models.vision.vit_layer_specs import get_vit_layer_with_local_spec
-from megatron.core.tensor_parallel import ColumnParallelLinear
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.mlp import MLPSubmodules
 
 from megatron_snip.errors import UnsupportedError
@@ -21,14 +26,14 @@ from megatron_snip.linears.discovery import (
     stage_layers,
 )
 from megatron_snip.linears.model import PlannedModel
-from megatron_snip.linears.te.job import rule_of
+from megatron_snip.linears.te.job import file_rules, rule_of
 from megatron_snip.log import forget_warnings
 from megatron_snip.options import Option
 from megatron_snip.planning.fixed import Source
 from megatron_snip.statistics.observer import StepObserver
 from megatron_snip.statistics.sample import MeasureSettings
 from megatron_snip.topology import Axis, Placement, Topology
-from tests.models import EXPERTS
+from tests.models import EXPERTS, recipe_file
 from tests.unit.linears.conftest import MakeModel
 from tests.unit.planning.build import MODULES as IN_LAYER
 
@@ -164,9 +169,9 @@ def test_a_linear_that_is_claimed_twice_is_refused() -> None:
         global_linears([own_linears([one, other])])
 
 
-def vision_language_model(make_model: MakeModel, vision_size: int) -> LLaVAModel:
+def vision_language_model(make_model: MakeModel, vision_size: int, **changes: Any) -> LLaVAModel:
     """Megatron's own, of two layers each: `vision_model.decoder`, `language_model.decoder`."""
-    config = make_model(normalization="LayerNorm", hidden_dropout=0.0).config
+    config = make_model(normalization="LayerNorm", hidden_dropout=0.0, **changes).config
     vision = copy.deepcopy(config)
     vision.hidden_size, vision.kv_channels = vision_size, vision_size // 2
     vision.vision_model_type = "internvit"
@@ -185,6 +190,44 @@ def vision_language_model(make_model: MakeModel, vision_size: int) -> LLaVAModel
         img_w=8,
         patch_dim=4,
     )
+
+
+def test_rules_of_a_precision_file_decide_where_megatron_has_applied_them(
+    make_model: MakeModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It matches the names within its GPT model, and gives a vision encoder or a T5 nothing.
+
+    Its own linears stand for Transformer Engine's, which take what a rule gives them.
+    """
+
+    def finish_init(self: Any, quantization_config: Any) -> None:
+        self.te_quant_params = quantization_config
+
+    for kind in (ColumnParallelLinear, RowParallelLinear):
+        monkeypatch.setattr(kind, "finish_init", finish_init, raising=False)
+    rules = {
+        "language_model.decoder.*": False,
+        "vision_model.*": False,
+        "decoder.layers.0.*fc1": True,
+        "decoder.layers.0.mlp.*": True,
+        "decoder.layers.0.mlp.linear_fc2": False,  # the rule before it decides
+        "encoder.*": False,
+    }
+    file = recipe_file(dict.fromkeys(rules, "bf16"))
+    wanted = {f"{pattern} (bf16)": decides for pattern, decides in rules.items()}
+    model = vision_language_model(make_model, 64, quant_recipe=file)
+    assert file_rules([model]) == wanted
+    wrapped = torch.nn.Module()
+    wrapped.module = model.language_model
+    assert file_rules([wrapped]) == wanted
+    # Megatron does not call a linear whose operations are fused.
+    fused = {id(module) for module in model.modules()}
+    assert file_rules([model], fused) == dict.fromkeys(wanted, False)
+
+    config = model.language_model.config
+    specs = encoder_model_with_local_spec(), decoder_model_with_local_spec()
+    t5 = T5Model(config, config, *specs, vocab_size=32, max_sequence_length=16)
+    assert file_rules([t5]) == dict.fromkeys(wanted, False)
 
 
 @pytest.mark.parametrize("vision_size", [64, 32])
