@@ -7,7 +7,7 @@ the job; what they decide is put into one record.
 from argparse import Namespace
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import torch
@@ -124,12 +124,20 @@ def examine(job: BuiltJob) -> Preflight:
         _assume_te(found, job, config)
     found.refused = list(dict.fromkeys(found.refused))
     if job.loop == BRIDGE_LOOP:
-        found.refused = list(map(in_bridges_names, found.refused))
-        found.warnings = list(map(in_bridges_names, found.warnings))
-        found.hints = list(map(in_bridges_names, found.hints))
-        found.fixed = {in_bridges_names(source): row for source, row in found.fixed.items()}
-        found.flags = [{k: in_bridges_names(v) for k, v in row.items()} for row in found.flags]
+        for each in fields(found):
+            setattr(found, each.name, _in_bridges_names(getattr(found, each.name)))
     return found
+
+
+def _in_bridges_names(value: Any) -> Any:
+    """Return a value of the record with Bridge's names of settings in all its texts."""
+    if isinstance(value, str):
+        return in_bridges_names(value)
+    if isinstance(value, list | tuple):
+        return [_in_bridges_names(each) for each in value]
+    if isinstance(value, dict):
+        return {_in_bridges_names(key): _in_bridges_names(each) for key, each in value.items()}
+    return value
 
 
 def _layout(job: BuiltJob) -> dict[str, int]:

@@ -3,6 +3,7 @@
 import json
 import runpy
 from argparse import Namespace
+from dataclasses import asdict, fields
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,9 +20,9 @@ from megatron_snip.cli.preflight import _BLACKWELL, _higher_target, _screen
 from megatron_snip.collectives import RemoteFailure
 from megatron_snip.errors import UnsupportedError, UsageError
 from megatron_snip.log import forget_warnings
-from megatron_snip.patches.preflight import costs
+from megatron_snip.patches.preflight import costs, examine
 from megatron_snip.patches.preflight.examine import Preflight
-from megatron_snip.patches.preflight.job import BuiltJob, least_ranks
+from megatron_snip.patches.preflight.job import BRIDGE_LOOP, BuiltJob, least_ranks
 from megatron_snip.patches.preflight.refusal import refusing
 from megatron_snip.patches.preflight.stages import Stage, groups_of, on_all
 from megatron_snip.patches.preflight.world import World, gpu_of
@@ -182,6 +183,36 @@ def test_a_bug_in_preflight_leaves_its_traceback(
     assert "KeyError: 'absent'" in line
     logged = text + caplog.text
     assert "Traceback" in logged and "in broken" in logged
+
+
+@pytest.mark.parametrize("loop", [BRIDGE_LOOP, "Megatron-LM"])
+def test_every_text_about_a_bridge_job_has_bridges_names(
+    loop: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = "--te-precision-config-file"
+
+    def fill(found: Preflight, config: Any, both: Any) -> Any:
+        of_type = {str: text, list: [text], dict: {text: {"by": [{text: text}], 1: 2.0}}}
+        for each in fields(found):
+            if type(getattr(found, each.name)) in of_type:
+                setattr(found, each.name, of_type[type(getattr(found, each.name))])
+        return config
+
+    monkeypatch.setattr(examine, "_check_flags", fill)
+    monkeypatch.setattr(examine, "_models", lambda *_: None)
+    monkeypatch.setattr(examine, "_layout", lambda _: {text: 1})
+    (stage,) = stages(1)
+    chunk: Any = torch.nn.Module()
+    chunk.config = SimpleNamespace()
+    stage.chunks.append(chunk)
+    found = asdict(examine.examine(BuiltJob(1, {}, stages=[stage], loop=loop)))
+    named = [name for name, value in found.items() if text in str(value)]
+    if loop == BRIDGE_LOOP:
+        own = "model.quant_recipe"
+        assert not named and found["formats_why"] == own
+        assert found["fixed"] == {own: {"by": [{own: own}], 1: 2.0}}
+    else:
+        assert {"fixed", "formats_why", "hints", "unknown", "recipes"} < set(named)
 
 
 def build_large_layout(path: Path) -> None:
