@@ -107,7 +107,7 @@ def attach(
         state=state,
         run_id=run_id,
         topology=topology,
-        tokens=tokens_of(args),
+        tokens=tokens_of(args, get_model_config(model[0])),
         calibration_cache=run_directory_of(config, args) / "calibration.json",
         train_iters=getattr(args, "train_iters", None),
         num_done=num_done,
@@ -129,15 +129,18 @@ def attach(
         )
 
 
-def tokens_of(args: Any) -> MicrobatchTokens:
+def tokens_of(args: argparse.Namespace, config: Any) -> MicrobatchTokens:
     """Return the tokens of a job's microbatches.
 
     Args:
-        args: Megatron's settings.
+        args: Megatron's settings, by the names that Megatron-LM's parser gives them.
+        config: the model's TransformerConfig, whose values win.
     """
     from megatron_snip.linears.runtime import UNKNOWN_TOKENS, MicrobatchTokens
 
-    if getattr(args, "variable_seq_lengths", False):
+    # A script may set it in the config alone, and Bridge's data sets (`settings_of`) vary where the
+    # config does not say so.
+    if any(getattr(each, "variable_seq_lengths", False) for each in (args, config)):
         return UNKNOWN_TOKENS
     length = int(args.seq_length)
     # Set for a T5, and by pretrain_vlm.py: there `seq_length` is the number of image tokens.
@@ -148,6 +151,7 @@ def tokens_of(args: Any) -> MicrobatchTokens:
     if getattr(args, "full_validation", False):
         in_evaluation = 1  # one sample at a time is read
     evaluation = None
+    args = running_settings(args, config)
     if in_evaluation != samples:
         evaluation = MicrobatchTokens(in_evaluation * decoder_length, in_evaluation * length)
     return MicrobatchTokens(samples * decoder_length, samples * length, evaluation)

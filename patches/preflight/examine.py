@@ -215,7 +215,7 @@ def _models(found: Preflight, job: BuiltJob, config: SnipConfig) -> list[Planned
     # Linears of Megatron's own layers stand for Transformer Engine's.
     backend = "auto" if job.lacks_te and config.backend == "te" else config.backend
     seed = int(getattr(job.args, "seed", 0))
-    tokens = tokens_of(job.args)
+    tokens = tokens_of(job.args, get_model_config(job.stages[0].chunks[0]))
 
     def planned(stage: Stage) -> PlannedModel:
         return PlannedModel(stage.chunks, stage.topology, seed, backend, tokens)

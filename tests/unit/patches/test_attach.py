@@ -33,7 +33,17 @@ from megatron_snip.patches.attach import run_directory_of, tokens_of
 )
 def test_tokens_of_a_microbatch(settings: dict[str, Any], tokens: MicrobatchTokens) -> None:
     args = {"seq_length": 512, "decoder_seq_length": None, "micro_batch_size": 2, **settings}
-    assert tokens_of(Namespace(**args)) == tokens
+    assert tokens_of(Namespace(**args), Namespace()) == tokens
+
+
+def test_what_the_built_model_s_config_has_decides_the_tokens() -> None:
+    """A script may have changed it; and a data set of Bridge varies where the config does not."""
+    args = {"seq_length": 512, "micro_batch_size": 2, "variable_seq_lengths": False}
+    varies = Namespace(variable_seq_lengths=True)
+    assert tokens_of(Namespace(**args), varies) == MicrobatchTokens()
+    fixed = Namespace(variable_seq_lengths=False)
+    assert tokens_of(Namespace(**{**args, **vars(varies)}), fixed) == MicrobatchTokens()
+    assert tokens_of(Namespace(**args), fixed) == MicrobatchTokens(1024, 1024)
 
 
 def test_checkpoints_in_an_object_store_need_a_run_directory_of_their_own() -> None:
