@@ -20,6 +20,7 @@ from megatron_snip.version import __version__
 
 if TYPE_CHECKING:  # without --snip a run imports no torch of ours
     from megatron_snip.collectives import Gathered
+    from megatron_snip.linears.te.machine import Machine
 
 logger = logging.getLogger(__name__)
 
@@ -44,6 +45,7 @@ OF_MEGATRON = (
     "calculate_per_token_loss",
     "eval_interval",
     "eval_iters",
+    "full_validation",
     "log_interval",
     "tensorboard_log_interval",
     "save_interval",
@@ -86,8 +88,6 @@ OF_MEGATRON = (
 
 _STAGE = " of pipeline stage "
 
-OF_ENVIRONMENT = ("NVTE_BACKWARD_OVERRIDE",)
-
 
 def settings_of_rank(config: SnipConfig, args: argparse.Namespace) -> dict[str, str]:
     """Return what must be the same on all ranks, as texts by the flag that a user would give.
@@ -108,10 +108,42 @@ def settings_of_rank(config: SnipConfig, args: argparse.Namespace) -> dict[str, 
         for name in OF_MEGATRON
         if hasattr(args, name)
     }
-    environment = {name: os.environ.get(name) for name in OF_ENVIRONMENT}
     added = {"statistics of plugins": sorted(STATISTICS)}
-    found = {"megatron-snip": __version__, **own, **megatron, **environment, **added}
+    found = {"megatron-snip": __version__, **own, **megatron, **added}
     return {name: _text(value) for name, value in found.items()}
+
+
+def machine_of_rank(machine: Machine) -> dict[str, str]:
+    """Return what must be the same of the ranks' machines, as `settings_of_rank` does.
+
+    What a linear can run, and how its statistics are measured, depends on the GPU, on Transformer
+    Engine and on variables of the environment.
+
+    Args:
+        machine: the rank's, with Transformer Engine where any rank may have its linears.
+    """
+    from megatron_snip.linears.te.machine import (
+        OVERRIDE,
+        RECIPES_PER_GEMM,
+        RECIPES_PER_GEMM_IN_EXPERTS,
+    )
+    from megatron_snip.linears.te.recipe_table import RECIPES
+
+    found = {
+        "GPU": str(machine),
+        "Transformer Engine": machine.te_version or "not there",
+        OVERRIDE: machine.backward_override or "without effect",
+    }
+    for name in (*RECIPES, RECIPES_PER_GEMM, RECIPES_PER_GEMM_IN_EXPERTS):
+        reason = machine.te_unavailable.get(name)
+        found[f"Transformer Engine's recipe {name}"] = reason or "available"
+    for recipe in RECIPES.values():
+        for setting in recipe.variables:
+            if setting.is_active(os.environ):
+                found[setting.variable] = os.environ[setting.variable]
+            else:  # another row may have other values of the same variable
+                found.setdefault(setting.variable, "without effect")
+    return found
 
 
 def files_of_rank(config: Any, stage: int, state: Mapping[str, Any] | None) -> dict[str, str]:
@@ -187,7 +219,7 @@ def refuse_differences(settings: Gathered) -> None:
     """All ranks: refuse settings that differ.
 
     Args:
-        settings: `settings_of_rank` of every rank, with `files_of_rank`.
+        settings: `settings_of_rank`, `machine_of_rank` and `files_of_rank` of every rank.
 
     Raises:
         UsageError: one line with each setting that differs, its values and their ranks.
@@ -212,7 +244,7 @@ def refuse_differences(settings: Gathered) -> None:
     more = f"; {len(differing) - MOST_SHOWN} more" if len(differing) > MOST_SHOWN else ""
     raise UsageError(
         f"the ranks have other settings: {'; '.join(differing[:MOST_SHOWN])}{more}; start all "
-        "ranks with the same flags and files"
+        "ranks with the same flags, files and environment, on equal machines"
     )
 
 

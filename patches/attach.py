@@ -16,6 +16,7 @@ from megatron_snip.config import SnipConfig
 from megatron_snip.errors import UsageError, naming_field
 from megatron_snip.patches.agreement import (
     files_of_rank,
+    machine_of_rank,
     refuse_differences,
     refuse_ranks_without_snip,
     settings_of_rank,
@@ -67,6 +68,8 @@ def attach(
     from megatron.core.utils import get_model_config
 
     from megatron_snip.linears.discovery import current_topology
+    from megatron_snip.linears.te.machine import this_machine
+    from megatron_snip.linears.te.modules import have_te
     from megatron_snip.patches.graphs import Graphs
     from megatron_snip.patches.step import StepMetrics
     from megatron_snip.planning.plan import format_shares, shares_text
@@ -91,7 +94,13 @@ def attach(
         except UsageError as error:  # each rank may have read a file of its own, which is damaged
             raise UsageError(f"rank {topology.rank}: {error}") from None
         loaded = None if state is None else state.to_dict()
-        return settings_of_rank(config, args) | files_of_rank(of_model, topology.stage, loaded)
+        # Also on a pipeline stage without linears: its options are those of the others.
+        machine = this_machine(config.backend != "simulate" and have_te(), of_model)
+        return (
+            settings_of_rank(config, args)
+            | machine_of_rank(machine)
+            | files_of_rank(of_model, topology.stage, loaded)
+        )
 
     refuse_differences(topology.control.gather("checking the model", checked))
     session.makes_plans = not config.collect_only
@@ -142,6 +151,7 @@ def tokens_of(args: argparse.Namespace, config: Any) -> MicrobatchTokens:
     # config does not say so.
     if any(getattr(each, "variable_seq_lengths", False) for each in (args, config)):
         return UNKNOWN_TOKENS
+    args = running_settings(args, config)
     length = int(args.seq_length)
     # Set for a T5, and by pretrain_vlm.py: there `seq_length` is the number of image tokens.
     decoder_length = int(getattr(args, "decoder_seq_length", None) or length)
@@ -151,7 +161,6 @@ def tokens_of(args: argparse.Namespace, config: Any) -> MicrobatchTokens:
     if getattr(args, "full_validation", False):
         in_evaluation = 1  # one sample at a time is read
     evaluation = None
-    args = running_settings(args, config)
     if in_evaluation != samples:
         evaluation = MicrobatchTokens(in_evaluation * decoder_length, in_evaluation * length)
     return MicrobatchTokens(samples * decoder_length, samples * length, evaluation)

@@ -1,6 +1,7 @@
 """Sums over ranks, and refusals of one rank that are every rank's."""
 
 import math
+import os
 from argparse import Namespace
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -161,7 +162,9 @@ def test_a_model_that_one_stage_cannot_run_is_refused_on_every_rank() -> None:
     assert first["names"] == "2 linears have one name"
     assert first["settings"] == (
         "the ranks have other settings: --snip-interval is 200 on rank 0, 7 on rank 1; "
-        "--seed is not there on rank 0, 5 on rank 1; start all ranks with the same flags and files"
+        "NVTE_NVFP4_DISABLE_RHT is without effect on rank 0, 1 on rank 1; "
+        "--seed is not there on rank 0, 5 on rank 1; start all ranks with the same flags, files "
+        "and environment, on equal machines"
     )
 
 
@@ -186,7 +189,8 @@ def refusals() -> dict[str, str]:
         found["names"] = str(refused.value)
         settings = SnipConfig(interval=7) if dist.get_rank() == 1 else SnipConfig()
         args = Namespace(seed=5) if dist.get_rank() == 1 else Namespace()
-        with pytest.raises(UsageError) as other:
+        environment = {"NVTE_NVFP4_DISABLE_RHT": str(dist.get_rank())}
+        with mock.patch.dict(os.environ, environment), pytest.raises(UsageError) as other:
             attach(Session(), settings, args, model, None, dict, [])
         found["settings"] = str(other.value)
         if dist.get_rank() == 1:

@@ -8,7 +8,16 @@ import pytest
 from megatron_snip.collectives import Gathered
 from megatron_snip.config import SnipConfig
 from megatron_snip.errors import UsageError
-from megatron_snip.patches.agreement import files_of_rank, refuse_differences, settings_of_rank
+from megatron_snip.linears.te.machine import Machine
+from megatron_snip.linears.te.recipe_table import RECIPES
+from megatron_snip.patches import attach
+from megatron_snip.patches.agreement import (
+    OF_MEGATRON,
+    files_of_rank,
+    machine_of_rank,
+    refuse_differences,
+    settings_of_rank,
+)
 
 SAME = settings_of_rank(SnipConfig(), Namespace(seed=1, fp8=None))
 
@@ -48,6 +57,69 @@ def test_a_difference_is_one_line_with_the_setting_its_values_and_their_ranks(
     message = str(refused.value)
     assert text in message and message.startswith("the ranks have other settings: --")
     assert "\n" not in message and len(message) < 800
+
+
+def test_what_decides_the_tokens_of_microbatches_is_compared(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    names = set()
+
+    class Recorded(Namespace):
+        def __getattribute__(self, name: str) -> Any:
+            names.add(name)
+            return super().__getattribute__(name)
+
+    # It is read as it is: the config has nothing to add.
+    monkeypatch.setattr(attach, "running_settings", lambda args, config: args)
+    attach.tokens_of(Recorded(seq_length=8, micro_batch_size=2, full_validation=True), Namespace())
+    read = {name for name in names if not name.startswith("__")}
+    assert "full_validation" in read and read <= set(OF_MEGATRON)
+
+
+BLACKWELL = Machine((10, 0), "2.20.2")
+
+
+@pytest.mark.parametrize(
+    ("machine", "text"),
+    [
+        (Machine((12, 0), "2.20.2"), "GPU is compute capability 10.0 on ranks 0-7, compute capab"),
+        (Machine((10, 0), "2.14.0"), "Transformer Engine is 2.20.2 on ranks 0-7, 2.14.0 on rank 8"),
+        (Machine((10, 0)), "Transformer Engine is 2.20.2 on ranks 0-7, not there on rank 8"),
+        (
+            Machine((10, 0), "2.20.2", {"nvfp4": "not built"}),
+            "Transformer Engine's recipe nvfp4 is available on ranks 0-7, not built on rank 8",
+        ),
+        (
+            Machine((10, 0), "2.20.2", {"custom experts": "too old"}),
+            "Transformer Engine's recipe custom experts is available on ranks 0-7, too old on",
+        ),
+        (
+            Machine((10, 0), "2.20.2", backward_override="dequantized"),
+            "NVTE_BACKWARD_OVERRIDE is without effect on ranks 0-7, dequantized on rank 8",
+        ),
+    ],
+)
+def test_another_machine_is_refused(machine: Machine, text: str) -> None:
+    values = (machine_of_rank(BLACKWELL), machine_of_rank(machine))
+    with pytest.raises(UsageError) as refused:
+        refuse_differences(Gathered(values, ((range(8),), (range(8, 9),))))
+    assert text in str(refused.value) and "\n" not in str(refused.value)
+
+
+def test_every_variable_that_changes_a_recipe_is_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    same = machine_of_rank(BLACKWELL)
+    settings = [setting for recipe in RECIPES.values() for setting in recipe.variables]
+    assert {need for setting in settings for need in setting.needs} <= same.keys()
+    for setting in settings:
+        for value in setting.values:
+            with monkeypatch.context() as environment:
+                environment.setenv(setting.variable, value)
+                other = machine_of_rank(BLACKWELL)
+            text = f"{setting.variable} is without effect on rank 0, {value} on rank 1"
+            with pytest.raises(UsageError, match=text):
+                refuse_differences(Gathered((same, other), ((range(1),), (range(1, 2),))))
+        monkeypatch.setenv(setting.variable, "0")  # changes nothing
+    assert machine_of_rank(BLACKWELL) == same
 
 
 def rules_of(stage: int, option: str) -> dict[str, str]:
