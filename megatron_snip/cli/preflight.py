@@ -217,14 +217,22 @@ def _end_text(script: str, end: SystemExit, printed: str) -> str:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Within the block only failures are logged: else what matters is in the result."""
-    before = logging.root.manager.disable
+    """Within the block only our own failures are logged: else what matters is in the result."""
+    # Bridge logs as an error that the script ends where its model is built. Megatron's handler of
+    # the root logger ignores filters, so the handlers are replaced.
+    ours = logging.StreamHandler()
+    ours.setFormatter(logging.Formatter("%(levelname)s %(name)s: %(message)s"))
+    ours.addFilter(logging.Filter("megatron_snip"))
+    disabled = logging.root.manager.disable
+    handlers = logging.root.handlers
     logging.disable(logging.WARNING)
+    logging.root.handlers = [ours]
     try:
         with warnings.catch_warnings(action="ignore"):
             yield
     finally:
-        logging.disable(before)
+        logging.root.handlers = handlers
+        logging.disable(disabled)
 
 
 def _gpus_of_recipe(name: str) -> int | None:

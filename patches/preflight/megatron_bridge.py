@@ -107,6 +107,8 @@ def patches(job: BuiltJob) -> list[Patch]:
     of: list[tuple[str, str, Handler]] = [
         (PRETRAIN, "runtime_config_update", settle),
         (PRETRAIN, "normalize_callbacks", callbacks),
+        # It destroys the process groups, which discovery asks for the ranks of experts.
+        (PRETRAIN, "_cleanup_after_pretrain_failure", leave_out),
         (SETUP, "maybe_log_and_save_config", leave_out),
         (SETUP, "initialize_megatron", start),
         (SETUP, "set_jit_fusion_options", leave_out),

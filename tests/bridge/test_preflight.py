@@ -17,6 +17,7 @@ SNIP = ["--snip", "--snip-interval", "4", "--snip-start-step", "3", "--snip-lag"
 PLANS = [*OF_JOB, *SNIP, "--snip-efficiency-target", "0.25"]
 JOBS: dict[str, tuple[str, list[str], dict[str, str]]] = {
     "in BF16": ("llama-pp2", [*SNIP, "train.train_iters=4"], {}),
+    "with experts": ("moe-ep2", [*SNIP, "train.train_iters=4"], {}),
     "in FP8 with BF16 layers": ("llama-tp2", PLANS, of_job()),
 }
 """Layout, words, environment."""
@@ -36,6 +37,7 @@ def test_it_says_what_the_job_then_does(lab: Lab, name: str) -> None:
     layout, words, environment = JOBS[name]
     run, found = preflight(lab, [SCRIPT, *LAYOUTS[layout], *words], environment)
     assert run.statuses == (0,) and found["refused"] == [], run.report
+    assert "ERROR" not in run.logs[0] and "Traceback" not in run.logs[0]
     job = lab.run(layout, words, environment)
     job.finished()
     lines = "\n".join(snip_lines(job))
