@@ -19,9 +19,27 @@ import numpy as np
 from benchmarks.compare import analysis
 from benchmarks.compare.curve import RIVALS, TARGETS, VARIANTS, share_at
 from benchmarks.compare.forks import Fit
-from benchmarks.compare.variants import Formats, Planner, low_items
+from benchmarks.compare.variants import NORMS, Formats, Planner, low_items
 from megatron_snip.options import Granularity, Option, enumerate_options
-from megatron_snip.planning.problem import LinearChoices, OptionCost, PlanningProblem
+from megatron_snip.planning.problem import (
+    LinearChoices,
+    OptionCost,
+    PlanningProblem,
+    norms_score,
+)
+from megatron_snip.types import Gemm
+
+PER_GEMM, PER_LINEAR = ("norms-gemm", "norms-q-gemm"), ("norms", "norms-q-linear")
+ESTIMATED = tuple(dict.fromkeys((*VARIANTS, *PER_GEMM, *PER_LINEAR)))
+"""The variants of the table: those of the curve, and plans from norms alone."""
+
+COMPARED = {
+    "snip-gemm": (*RIVALS["snip-gemm"], *PER_GEMM),
+    "snip-linear": tuple(dict.fromkeys((*RIVALS["snip-linear"], *PER_LINEAR))),
+    "norms-gemm": ("norms-q-gemm",),
+    "norms": ("norms-q-linear",),
+}
+"""Whom each variant is compared with."""
 
 RANDOM_ORDERS = 20
 """Seeds of `random`, whose mean is one curve."""
@@ -59,7 +77,7 @@ def estimate(fit: Fit, low: str, targets: Sequence[float] = TARGETS) -> Estimate
         targets: made attainable by `Planner.equal_share`.
     """
     found: dict[str, dict[float, np.ndarray]] = {}
-    for variant in VARIANTS:
+    for variant in ESTIMATED:
         seeds = range(RANDOM_ORDERS if variant == "random" else 1)
         planners = [_planner(fit, low, seed) for seed in seeds]
         curve = found[variant] = {}
@@ -78,24 +96,42 @@ def _indicator(fit: Fit, planner: Planner, variant: str, target: float, low: str
 def _planner(fit: Fit, low: str, seed: int) -> Planner:
     """Return a planner whose quality losses are sums over GEMMs of the scores of `forks`."""
     formats = Formats(low)
-    granularities: tuple[Granularity, ...] = ("linear", "gemm")
-    return Planner({g: _problem(fit, formats, g) for g in granularities}, formats, seed)
+    snip, norms = np.array(fit.scores["snip"]), norms_losses(fit)
+    problems = {
+        "linear": _problem(fit, formats, "linear", snip),
+        "gemm": _problem(fit, formats, "gemm", snip),
+        "norms-q-linear": _problem(fit, formats, "linear", norms),
+        "norms-q-gemm": _problem(fit, formats, "gemm", norms),
+    }
+    return Planner(problems, formats, seed)
 
 
-def _problem(fit: Fit, formats: Formats, granularity: Granularity) -> PlanningProblem:
+def norms_losses(fit: Fit, weight_lambda: float = NORMS.weight_lambda) -> np.ndarray:
+    """Return the quality loss of each item alone under `--snip-measure norms`, [items].
+
+    The scores have the error of G in the tiles of wgrad; such a run measures it in those of dgrad.
+    """
+    bounds = np.array(fit.scores["norms"])
+    is_fprop = np.array([gemm == Gemm.FPROP for _, gemm in fit.items])
+    of_fprop = bounds / bounds[is_fprop].sum()
+    of_gradients = weight_lambda * bounds / bounds[~is_fprop].sum()
+    return np.where(is_fprop, of_fprop, of_gradients)
+
+
+def _problem(
+    fit: Fit, formats: Formats, granularity: Granularity, quality_loss: np.ndarray
+) -> PlanningProblem:
+    norms = fit.scores["norms"]
     index = {item: k for k, item in enumerate(fit.items)}
     options = enumerate_options((formats.high, formats.low), granularity)
 
     def cost(name: str, option: Option) -> OptionCost:
-        lowered = low_items({name: option}, formats)
-
-        def total(score: str) -> float:
-            return sum(fit.scores[score][index[item]] for item in lowered)
-
+        lowered = {gemm: index[name, gemm] for _, gemm in low_items({name: option}, formats)}
+        scores = {norms_score(gemm): norms[k] for gemm, k in lowered.items()}
         return OptionCost(
-            quality_loss=total("snip"),
+            quality_loss=sum(float(quality_loss[k]) for k in lowered.values()),
             saving=option.share_in(formats.low),
-            scores={"norms": total("norms")},
+            scores={"norms": sum(scores.values()), **scores},
         )
 
     flops: dict[str, float] = {}
@@ -111,35 +147,36 @@ def _problem(fit: Fit, formats: Formats, granularity: Granularity) -> PlanningPr
 
 
 def estimate_table(found: Estimate) -> str:
-    """Return the cost of every variant at every share, and the differences to SNIP's plans."""
+    """Return the cost of every variant at every share, and the differences of COMPARED."""
     shares = sorted(next(iter(found.low.values())))
     head = ("cost", *(f"{100 * share:.1f} %" for share in shares))
     lines = [(variant, *(f"{found.cost(variant, s):.1f}" for s in shares)) for variant in found.low]
     texts = [analysis.markdown(head, lines)]
     lines = []
     more = []
-    for snip, rules in RIVALS.items():
+    for reference, rules in COMPARED.items():
         for rule in rules:
-            changes = [found.low[rule][s] - found.low[snip][s] for s in shares]
+            changes = [found.low[rule][s] - found.low[reference][s] for s in shares]
             cells = [
                 f"{change @ found.fit.costs.cost:+.1f} ± {found.error(change):.1f}"
                 for change in changes
             ]
-            lines.append((f"{rule} - {snip}", *cells))
-            more.append((f"{snip} over {rule}", *(_more(found, snip, rule, s) for s in shares)))
+            lines.append((f"{rule} - {reference}", *cells))
+            cells = [_more(found, reference, rule, s) for s in shares]
+            more.append((f"{reference} over {rule}", *cells))
     texts.append(analysis.markdown(("difference ± standard error", *head[1:]), lines))
     texts.append(analysis.markdown(("more low FLOPs at equal cost", *head[1:]), more))
     return "\n\n".join(texts)
 
 
-def _more(found: Estimate, snip: str, rule: str, share: float) -> str:
-    """How many percent more low FLOPs SNIP has at the rule's cost, with a 95 % interval.
+def _more(found: Estimate, reference: str, rule: str, share: float) -> str:
+    """How many percent more low FLOPs `reference` has at the rule's cost, with a 95 % interval.
 
     The interval comes from costs that are drawn anew with the errors of the regression.
     """
     if not 0.7 < share < 1.0:
         return ""
-    curve = found.low[snip]
+    curve = found.low[reference]
     shares = sorted(curve)
     costs = found.fit.costs
     design = np.array([curve[s] for s in shares])

@@ -2,9 +2,11 @@
 
 An item is one GEMM of one linear. A variant is a policy with its own granularity: `snip-gemm`,
 `grads-first` and `random-gemm` choose for each GEMM, the others for each linear. `snip-paper`
-chooses for each linear by the paper's quality loss: |first| + fisher, and lambda 1. Shares are made
-equal: a target stands for the nearest share that linears can have (`equal_share`), and a rule that
-would exceed it skips what does not fit and goes on with the next in its order (`exact_fill`).
+chooses for each linear by the paper's quality loss: |first| + fisher, and lambda 1.
+`norms-q-linear` and `norms-q-gemm` are SNIP with the quality loss of `--snip-measure norms`. Shares
+are made equal: a target stands for the nearest share that linears can have (`equal_share`), and a
+rule that would exceed it skips what does not fit and goes on with the next in its order
+(`exact_fill`).
 """
 
 from __future__ import annotations
@@ -75,10 +77,17 @@ def share_of(low: set[Item], flops: Mapping[str, float]) -> float:
 REPLANNED = {"replan": "snip-gemm", "replan-norms-gemm": "norms-gemm"}
 """Variants whose plan is made again after half of a branch, and what makes their plans."""
 
-SNIP_PROBLEMS = {"snip-linear": "linear", "snip-gemm": "gemm", "snip-paper": "paper"}
+SNIP_PROBLEMS = {
+    "snip-linear": "linear",
+    "snip-gemm": "gemm",
+    "snip-paper": "paper",
+    "norms-q-linear": "norms-q-linear",
+    "norms-q-gemm": "norms-q-gemm",
+}
 """Which of `problems_of` a variant of SNIP solves."""
 
 PAPER = SnipConfig(loss_divergence="first_plus_fisher", weight_lambda=1.0)
+NORMS = SnipConfig(measure="norms")
 
 
 def exact_fill(sizes: Sequence[int], total: int) -> list[bool]:
@@ -222,7 +231,8 @@ def problems_of(table: StatisticsTable, formats: Formats) -> dict[str, PlanningP
 
     Returns:
         `linear` and `gemm`: options per linear and per GEMM with this project's quality loss;
-        `paper`: options per linear with that of PAPER.
+        `paper`: options per linear with that of PAPER; `norms-q-linear` and `norms-q-gemm`: options
+        per linear and per GEMM with that of NORMS.
     """
 
     def problem(granularity: Granularity, config: SnipConfig) -> PlanningProblem:
@@ -233,4 +243,6 @@ def problems_of(table: StatisticsTable, formats: Formats) -> dict[str, PlanningP
         "linear": problem("linear", SnipConfig()),
         "gemm": problem("gemm", SnipConfig()),
         "paper": problem("linear", PAPER),
+        "norms-q-linear": problem("linear", NORMS),
+        "norms-q-gemm": problem("gemm", NORMS),
     }

@@ -6,15 +6,17 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks.compare import curve, figure, runs, times
+from benchmarks.compare import analysis, curve, estimated, figure, runs, times
 from benchmarks.compare.__main__ import fill_page
+from benchmarks.compare.forks import Fit
 from benchmarks.compare.store import ResultStore
-from benchmarks.compare.variants import Formats, Planner, low_items
+from benchmarks.compare.variants import Formats, Planner, low_items, problems_of
 from megatron_snip.errors import UsageError
 from megatron_snip.options import Granularity, Option, enumerate_options
 from megatron_snip.planning.problem import LinearChoices, OptionCost, PlanningProblem
 from megatron_snip.quantizers.stochastic import StochasticStream, StreamKey
 from megatron_snip.types import Gemm
+from tests.unit.divergence.build import linear, table
 
 FORMATS = Formats("fp4")
 KINDS = {
@@ -274,3 +276,39 @@ def test_predicted_times_follow_the_share_and_stay_between_the_two_formats() -> 
         assert ends[1] > ends[0] * gpu.flops[gpu.high] / gpu.flops[gpu.low]
         assert times.percent_saved(gpu, 0.9, 2.0) > times.percent_saved(gpu, 0.9, 1.0) > 0
         assert times.percent_saved(gpu, 0.9, 50.0) == times.percent_saved(gpu, 0.9, 100 / 9)
+
+
+def test_plans_from_norms_lower_gradients_first_and_then_the_least_bounds_of_fprop() -> None:
+    """The bounds of gradient GEMMs are larger than those of fprop, and in the opposite order."""
+    names = [f"decoder.layers.{k}.mlp.linear_fc1" for k in range(6)]
+    items = [(name, gemm) for name in names for gemm in Gemm]
+    bounds = [1.0 + k if gemm == Gemm.FPROP else 90.0 - 9 * k for k in range(6) for gemm in Gemm]
+    num = len(items)
+    costs = analysis.Costs(np.ones(num), np.eye(num), 1.0, 1.0)
+    scores = {"norms": bounds, "snip": bounds[::-1]}
+    nothing = np.zeros(0)
+    fit = Fit(items, np.ones(num), scores, costs, nothing, nothing, nothing)
+    losses = estimated.norms_losses(fit)
+    fprop = np.array([gemm == Gemm.FPROP for _, gemm in items])
+    assert losses[fprop] == pytest.approx(np.arange(1, 7) / 21)
+    assert losses[~fprop].sum() == pytest.approx(0.01)
+    found = estimated.estimate(fit, "fp4", (0.5, 5 / 6))
+    assert set(found.low) == set(estimated.ESTIMATED)
+    half, more = (
+        {name: low[share].astype(bool) for name, low in found.low.items()} for share in (0.5, 5 / 6)
+    )
+    assert (more["norms-q-gemm"] == (~fprop | (np.arange(num) < 9))).all()
+    assert (more["norms-q-gemm"] == more["norms-gemm"]).all()
+    assert (more["norms-q-gemm"] != more["snip-gemm"]).any()
+    assert (half["norms-q-linear"] == (np.arange(num) < 9)).all()
+    assert (half["norms"] == (np.arange(num) >= 9)).all()
+    # The two plans differ in all 18 GEMMs, and each cost has an error of 1.
+    assert "| norms-q-linear - norms | +0.0 ± 4.2 |" in estimated.estimate_table(found)
+
+
+def test_the_problems_of_norms_have_the_quality_loss_of_the_setting() -> None:
+    problems = problems_of(table(linear(0), linear(1)), FORMATS)
+    for variant in ("norms-q-linear", "norms-q-gemm"):
+        options = problems[variant].linears[0].options
+        assert options["fp4"].quality_loss == pytest.approx(1.01 / 2)
+    assert options["fp8-fp4-fp4"].quality_loss == pytest.approx((1 / 16 + 0.01) / 2)
