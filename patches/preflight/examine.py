@@ -7,7 +7,7 @@ the job; what they decide is put into one record.
 from argparse import Namespace
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -124,8 +124,7 @@ def examine(job: BuiltJob) -> Preflight:
         _assume_te(found, job, config)
     found.refused = list(dict.fromkeys(found.refused))
     if job.loop == BRIDGE_LOOP:
-        for each in fields(found):
-            setattr(found, each.name, _in_bridges_names(getattr(found, each.name)))
+        return Preflight(**_in_bridges_names(vars(found)))
     return found
 
 
