@@ -35,7 +35,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -47,7 +46,6 @@ from megatron_snip.collectives import Control
 from megatron_snip.config import Backend, SnipConfig
 from megatron_snip.divergence.quality_loss import divergence_table, planning_problem
 from megatron_snip.formats import get_format
-from megatron_snip.linears import model as linears_model
 from megatron_snip.linears.model import PlannedModel
 from megatron_snip.options import BF16, Option
 from megatron_snip.patches.agreement import refuse_differences, settings_of_rank
@@ -162,18 +160,22 @@ class RecordModel(PlannedModel):
         """No setting that an option depends on."""
         return SimpleNamespace()
 
-    def _own_facts(self, backend: Backend) -> dict[str, Any]:
+    def _own_facts(self, found: Any, backend: Backend, machine: Any) -> dict[str, Any]:
         module: Any = torch.nn.Module()
         module.config = SimpleNamespace(num_moe_experts=self._num_experts)
         by_name: dict[str, list[Placement]] = {}
         for place in self._places:
             by_name.setdefault(place.name, []).append(place)
         found = [(module, tuple(places)) for places in by_name.values()]
-        with patch.object(linears_model, "find_linears", lambda *_: found):
-            return super()._own_facts(backend)
+        return super()._own_facts(found, backend, machine)
 
     def _planned(
-        self, module: Any, placements: Sequence[Placement], backend: Backend, is_fused: bool
+        self,
+        module: Any,
+        placements: Sequence[Placement],
+        backend: Backend,
+        machine: Any,
+        is_fused: bool,
     ) -> Any:
         weight = torch.nn.Parameter(torch.zeros(1, dtype=torch.bfloat16))
         return SimpleNamespace(
