@@ -63,6 +63,18 @@ def run_with(path: Path) -> Path | None:
     return None
 
 
+def directory_of(path: Path) -> Path:
+    """Return the directory whose folder holds a file that the user named; its other files are read.
+
+    Raises:
+        UsageError: if it is a run's directory, and holds links (`check_plain`).
+    """
+    directory = path.absolute().parent.parent
+    if (directory / MARKER).is_file():
+        check_plain(directory)
+    return directory
+
+
 def check_new_run(directory: Path, overwrite: bool) -> None:
     """Refuse to start a new run where its files would replace others.
 

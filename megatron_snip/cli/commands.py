@@ -17,7 +17,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from megatron_snip.directory import MARKER
+from megatron_snip.directory import MARKER, check_plain
 from megatron_snip.errors import UsageError, did_you_mean
 from megatron_snip.files import read_yaml
 from megatron_snip.plugins import loaded_plugins
@@ -181,6 +181,7 @@ def plugins_of_runs(given: Iterable[object]) -> list[str]:
             with contextlib.suppress(UsageError, OSError):
                 if not (directory / MARKER).is_file():
                     continue
+                check_plain(directory)
                 snip = read_yaml(directory / "config.yaml").get("snip")
                 names = snip.get("plugins") if isinstance(snip, dict) else None
                 missing |= dict.fromkeys(map(str, names if isinstance(names, list) else ()))

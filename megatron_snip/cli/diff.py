@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_snip.cli.common import new_table
+from megatron_snip.directory import directory_of
 from megatron_snip.errors import UsageError
 from megatron_snip.output import console
 from megatron_snip.planning.plan import PrecisionPlan, changed_linears, read_plan
@@ -119,7 +120,7 @@ def _plan_and_problem(path: Path) -> tuple[PrecisionPlan, PlanningProblem | None
         folder = path
     else:
         plan = read_plan(path)
-        folder = path.parent.parent
+        folder = directory_of(path)
     problem = folder / "problems" / f"{plan.iteration}.json"
     return plan, read_problem(problem) if problem.is_file() else None
 

@@ -17,6 +17,7 @@ from rich.table import Table
 
 from megatron_snip.cli.common import check_output, integer, new_table, write_output
 from megatron_snip.config import FREE, OF_PRODUCTS, EfficiencyMeasure, PipelineBalance, SnipConfig
+from megatron_snip.directory import directory_of
 from megatron_snip.errors import InfeasiblePlanError, UsageError, naming_field
 from megatron_snip.files import first_problem
 from megatron_snip.flags import flag_name
@@ -216,7 +217,7 @@ def _by_statistics(problem: PlanningProblem, args: argparse.Namespace) -> Planni
     from megatron_snip.statistics.records import has_products
 
     path: Path = args.problem
-    directory = path.absolute().parent.parent
+    directory = directory_of(path)
     settings = read_snip_settings(directory) or SnipConfig()
     given = {}
     for name in ("loss_divergence", "weight_divergence"):

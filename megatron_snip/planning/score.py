@@ -6,18 +6,22 @@ share, the best policy without measurements, and the two ends: every linear in i
 every linear in its highest.
 """
 
+import logging
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from megatron_snip.errors import InfeasiblePlanError, UsageError
+from megatron_snip.log import log_failure, warn_once
 from megatron_snip.options import BF16, Option
 from megatron_snip.planning.planner import make_plan
 from megatron_snip.planning.policies import POLICIES
 from megatron_snip.planning.problem import LinearChoices, OptionCost, PlanningProblem, parse_option
 from megatron_snip.planning.settings import PlanSettings
 from megatron_snip.types import split_linear_name
+
+logger = logging.getLogger(__name__)
 
 NUM_SHOWN = 3
 """Linears that are named of each kind."""
@@ -190,8 +194,15 @@ class Scorer:
         if share not in self._rules:
             found = []
             for policy in POLICIES.values():
-                is_rule = not policy.needs_statistics and not policy.name.startswith("random")
-                loss = self._loss_of(policy.name, share) if is_rule else None
+                if policy.needs_statistics or policy.name.startswith("random"):
+                    continue
+                try:
+                    loss = self._loss_of(policy.name, share)
+                except Exception as error:  # a plugin's mistake must not end the others' scores
+                    what = f"policy '{policy.name}'"
+                    reason = log_failure(logger, what, error)
+                    warn_once(logger, f"{what} is no rule to compare with: {reason}")
+                    continue
                 if loss is not None:
                     found.append((loss, policy.name))
             best = min(found, default=None)

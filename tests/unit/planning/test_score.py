@@ -8,6 +8,7 @@ import pytest
 
 from megatron_snip.errors import UsageError
 from megatron_snip.options import Option
+from megatron_snip.planning.policies import POLICIES, Policy, Request, Solution
 from megatron_snip.planning.problem import PlanningProblem
 from megatron_snip.planning.score import Scorer, first_last, last_blocks
 from tests.unit.planning.build import name_of, problem_of
@@ -61,6 +62,22 @@ def test_a_recipe_is_scored_as_brute_force_does(seed: int) -> None:
             (i for i, c in enumerate(choice) if not c), key=lambda i: extra[i] / rows[i].flops
         )[:3]
         assert [each.linear for each in score.idle] == [name_of(i) for i in idle]
+
+
+def test_a_plugin_s_policy_that_fails_ends_no_score(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    problem = random_problem(0)
+    choice = (0, 1) * 4
+    without = Scorer(problem).score("mine", recipe(problem, choice))
+
+    def decide(request: Request) -> Solution:
+        raise KeyError("mine")
+
+    monkeypatch.setitem(POLICIES, "mine", Policy("mine", decide))
+    assert Scorer(problem).score("mine", recipe(problem, choice)) == without
+    assert "policy 'mine' is no rule to compare with: KeyError: 'mine'" in caplog.text
+    assert "Traceback" in caplog.text
 
 
 def test_bf16_costs_nothing_and_what_was_not_measured_is_named() -> None:

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import yaml
 
+from megatron_snip.__main__ import main
 from megatron_snip.directory import MARKER, mark_new_run, run_id
 from megatron_snip.directory_lease import LOCK
 from megatron_snip.errors import UsageError
@@ -513,6 +514,27 @@ def test_a_run_is_not_read_through_links_in_it(tmp_path: Path, name: str) -> Non
     (path / name).unlink()
     (tmp_path / "elsewhere").rename(path / name)
     assert read_run(path).metrics == whole.metrics
+
+
+@pytest.mark.parametrize(
+    ("link", "words"),
+    [
+        ("problems", ["diff", "plans/19.json", "plans/19.json"]),
+        ("problems/19.json", ["diff", "plans/19.json", "plans/19.json"]),
+        ("divergences", ["plan", "problems/19.json", "--granularity", "gemm"]),
+        ("config.yaml", ["plan", "problems/19.json", "--granularity", "gemm"]),
+    ],
+)
+def test_what_stands_beside_a_named_file_is_not_read_through_links(
+    tmp_path: Path, link: str, words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write_run(tmp_path / "run", NOTICED)
+    (path / MARKER).touch()
+    given = [str(path / word) if "/" in word else word for word in words]
+    (path / link).rename(tmp_path / "elsewhere")
+    (path / link).symlink_to(tmp_path / "elsewhere")
+    assert main(given) == 2
+    assert f"{link}' is no " in capsys.readouterr().err
 
 
 def test_a_disk_that_is_full_at_any_moment_leaves_a_run_that_can_be_read_and_continued(
