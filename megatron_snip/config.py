@@ -44,13 +44,12 @@ OF_PRODUCTS = {
 }
 """The divergences that `measure: norms` gives no numbers for."""
 
-NORMS_DEFAULTS = {
-    "loss_divergence": "norms",
-    "weight_divergence": "norms",
-    "weight_lambda": 0.01,
+PRODUCTS_DEFAULTS = {
+    "loss_divergence": "fisher",
+    "weight_divergence": "updates",
+    "weight_lambda": 0.1,
 }
-"""The defaults of these settings under `measure: norms`. With so small a lambda a plan lowers dgrad
-and wgrad of all linears before the first fprop, as the policy norms-gemm does."""
+"""The defaults of these settings under `measure: products`."""
 
 AUTO_FORMATS = ("fp8", "fp4")
 """What `auto` means where GEMMs are simulated. Under Transformer Engine it is two of these and bf16
@@ -139,26 +138,28 @@ class ScheduleFields(Section):
 class MeasureFields(Section):
     """What a refresh measures."""
 
-    measure: Literal["products", "norms"] = "products"
-    """`products`: the errors of the three GEMMs of each linear. `norms`: norms of the operands and
-    of their errors alone, without a product. Then the two divergences are `norms`, and
-    weight_lambda is 0.01, unless they are given."""
+    measure: Literal["products", "norms"] = "norms"
+    """`norms`: norms of each linear's operands and of their errors, without a product. `products`:
+    the errors of its three GEMMs as well. Then the defaults of the two divergences and
+    weight_lambda are fisher, updates and 0.1."""
 
     stat_decay: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.5
     """Weight of earlier measurements in the running mean of the statistics. The first-order term
     `first` and the counts of tokens and microbatches are not averaged."""
 
-    loss_divergence: str = "fisher"
-    """Estimator of the loss divergence: `fisher` (second order), the paper's
-    `first_plus_fisher` (|first order| + second order), `norms` (a bound of the first order by
-    Frobenius norms), or what a plugin adds."""
+    loss_divergence: str = "norms"
+    """Estimator of the loss divergence: `norms` (a bound of the first order by Frobenius norms),
+    or what a plugin adds. With `measure: products` also `fisher` (second order) and the paper's
+    `first_plus_fisher` (|first order| + second order)."""
 
-    weight_divergence: str = "updates"
-    """Estimator of the weight divergence: `updates` (the change of the next updates), `norms`
-    (bounds by the norms of dgrad's and wgrad's operands), or what a plugin adds."""
+    weight_divergence: str = "norms"
+    """Estimator of the weight divergence: `norms` (bounds by the norms of dgrad's and wgrad's
+    operands), or what a plugin adds. With `measure: products` also `updates` (the change of the
+    next updates)."""
 
-    weight_lambda: Annotated[float, Field(ge=0.0, le=1e6)] = 0.1
-    """Weight of the normalized weight divergence relative to the loss divergence."""
+    weight_lambda: Annotated[float, Field(ge=0.0, le=1e6)] = 0.01
+    """Weight of the normalized weight divergence relative to the loss divergence. With 0.01 a plan
+    lowers dgrad and wgrad of all linears before the first fprop, where it may."""
 
 
 class PlanFields(Section):
@@ -283,9 +284,13 @@ class SnipConfig(ScheduleFields, MeasureFields, PlanFields, GuardFields, ReportF
 
     @model_validator(mode="before")
     @classmethod
-    def _fill_in_norms(cls, values: Any) -> Any:
-        if isinstance(values, dict) and values.get("measure") == "norms":
-            return NORMS_DEFAULTS | values
+    def _fill_in_products(cls, values: Any) -> Any:
+        """Measure products where a divergence needs them, and take their defaults."""
+        if not isinstance(values, dict):
+            return values
+        needed = any(values.get(field) in names for field, names in OF_PRODUCTS.items())
+        if values.get("measure", "products" if needed else "norms") == "products":
+            return {"measure": "products", **PRODUCTS_DEFAULTS, **values}
         return values
 
     @model_validator(mode="after")

@@ -55,8 +55,8 @@ def with_and_without(values: dict[str, Any], folder: str) -> dict[str, Any]:
         "with": _train(values, {**frozen, **observed}),
         "without": _train(values, {**frozen, "start_step": STEPS + 1}),
         "collecting": _collect(values, {"collect_only": True, "interval": 4, "start_step": 2}),
-        "norms": _collect(
-            values, {"collect_only": True, "interval": 4, "start_step": 2, "measure": "norms"}
+        "products": _collect(
+            values, {"collect_only": True, "interval": 4, "start_step": 2, "measure": "products"}
         ),
         "megatron": _collect(values, None),
     }
@@ -83,7 +83,7 @@ def _train(values: dict[str, Any], snip: dict[str, Any]) -> dict[str, Any]:
         return {
             **trainer.digests(),
             "refreshes": [s.iteration for s in statistics],
-            "errors": [s.linears[-1].formats["fp4"].wgrad_error_square for s in statistics],
+            "errors": [s.linears[-1].formats["fp4"].grad_error_square for s in statistics],
             "options": sorted({str(option) for option in controller.plan.linears.values()}),
             "warnings": trainer.warnings,
             "applied": applied,
@@ -104,9 +104,9 @@ def check_no_trace(result: dict[str, Any]) -> None:
     for bits in ("losses", "weights", "optimizer"):
         assert with_refreshes[bits] == without[bits], bits
         assert result["collecting"][bits] == result["megatron"][bits], bits
-        assert result["norms"][bits] == result["megatron"][bits], bits
+        assert result["products"][bits] == result["megatron"][bits], bits
     assert (result["collecting"]["refreshes"], result["megatron"]["refreshes"]) == (3, 0)
-    assert result["norms"]["refreshes"] == 3
+    assert result["products"]["refreshes"] == 3
     assert len(set(without["losses"])) == STEPS  # it did train
 
 

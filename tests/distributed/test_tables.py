@@ -46,4 +46,4 @@ def test_the_page_of_tables_runs_on_a_real_run(
     assert plans["last_loss"].iloc[-1] == scope["loss"].loc[19]
     assert len(scope["worst"]) == 5 and scope["worst"].between(0, 1).all()
     statistics = set(tables.statistics(run)["statistic"])
-    assert {"input_square", "fp4.fisher", "fp8.local_square"} <= statistics
+    assert {"input_square", "fp4.input_error_square", "fp8.grad_error_square"} <= statistics

@@ -221,16 +221,23 @@ def test_what_follows_from_the_fields() -> None:
     assert freeing.free_globs == ("a.*",)
 
 
-def test_norms_have_defaults_of_their_own() -> None:
-    norms = make_config({"measure": "norms"})
-    assert (norms.loss_divergence, norms.weight_divergence) == ("norms", "norms")
+def test_products_have_defaults_of_their_own_and_come_with_what_needs_them() -> None:
+    norms = make_config({})
+    assert (norms.measure, norms.loss_divergence, norms.weight_divergence) == ("norms",) * 3
     assert norms.weight_lambda == 0.01
-    assert norms == from_flags("--snip-measure", "norms")
-    given = SnipConfig(measure="norms", weight_lambda=0.3, loss_divergence="of a plugin")
-    assert (given.loss_divergence, given.weight_divergence) == ("of a plugin", "norms")
-    assert given.weight_lambda == 0.3
-    with_products = SnipConfig(loss_divergence="norms", alert="gemm_sqnr_db<6")
-    assert (with_products.weight_divergence, with_products.weight_lambda) == ("updates", 0.1)
+    products = make_config({"measure": "products"})
+    assert (products.loss_divergence, products.weight_divergence) == ("fisher", "updates")
+    assert products.weight_lambda == 0.1
+    assert products == from_flags("--snip-measure", "products")
+    for field, name in (("loss_divergence", "fisher"), ("weight_divergence", "updates")):
+        assert make_config({field: name}) == from_flags(f"--snip-{field.replace('_', '-')}", name)
+        assert make_config({field: name}) == products
+    given = SnipConfig(loss_divergence="first_plus_fisher", weight_lambda=0.3)
+    assert (given.measure, given.weight_divergence) == ("products", "updates")
+    assert (given.loss_divergence, given.weight_lambda) == ("first_plus_fisher", 0.3)
+    of_plugin = SnipConfig(loss_divergence="of a plugin")
+    assert (of_plugin.measure, of_plugin.weight_divergence) == ("norms", "norms")
+    SnipConfig(measure="products", loss_divergence="norms", alert="gemm_sqnr_db<6")
 
 
 def test_the_planner_s_settings_are_the_run_s() -> None:

@@ -299,7 +299,7 @@ def test_norms_alone_are_planned_with_by_norms(tmp_path: Path, printed: Any, ref
     divergences.write_text(json.dumps(value))
     after = json.loads(printed("plan", file, *by_norms, "--json"))
     assert after == {**json.loads(before), "seconds": after["seconds"]}
-    for words in (by_norms[:2], by_norms[2:], ["--granularity", "gemm"]):
+    for words in (["--loss-divergence", "fisher"], ["--weight-divergence", "updates"]):
         assert "needs products, and" in refused("plan", file, *words)
 
 

@@ -122,9 +122,8 @@ def divergences(
     **config: Any,
 ) -> DivergenceTable:
     options = enumerate_options(formats, granularity)
-    return divergence_table(
-        table(*rows), options, "fp4", SnipConfig(**config), refusals, fixed, warn
-    )
+    settings = SnipConfig(**{"measure": "products", **config})
+    return divergence_table(table(*rows), options, "fp4", settings, refusals, fixed, warn)
 
 
 def two() -> list[LinearStatistics]:

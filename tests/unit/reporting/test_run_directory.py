@@ -379,7 +379,7 @@ def test_the_record_has_what_the_run_wrote(complete: Path) -> None:
     assert record.problem is not None and record.simulated is True
     assert record.metrics.notices == [(13, "refresh_failed", NOTICE.message)]
     assert (record.target, record.lowest_formats_label) == (0.6, "fp4")
-    assert record.quality_share(0.55) == pytest.approx(0.5)
+    assert record.quality_share(0.505) == pytest.approx(0.5)
 
 
 def test_the_backend_that_ran_tells_whether_linears_were_simulated(tmp_path: Path) -> None:
