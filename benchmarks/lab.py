@@ -1,12 +1,4 @@
-"""A small Megatron model on real text in one process, and the truth about it by brute force.
-
-The truth of an option at a linear is found by setting that linear (or one of its GEMMs) to the
-option, every other linear to bf16, and running the same microbatches forward and backward through
-Megatron's own schedule: the change of the loss, and the change of the update that the real AdamW
-would make next from its present moments,
-
-    weight change = sqrt( sum_k |update_k(q) - update_k|^2 / |update_k|^2 )    over all linears k.
-"""
+"""A small Megatron model on real text in one process: it trains, is evaluated, and is observed."""
 
 from __future__ import annotations
 
@@ -33,7 +25,6 @@ from megatron_snip.options import BF16, Option
 from megatron_snip.patches import cpu
 from megatron_snip.run.step import TrainingStep, zero_gradients
 from megatron_snip.statistics.observer import StepObserver
-from megatron_snip.statistics.optimizer_state import optimizer_shards
 from megatron_snip.statistics.records import StatisticsTable
 from megatron_snip.statistics.sample import MeasureSettings
 from megatron_snip.statistics.sensitivity import gather_sensitivities, weight_norms
@@ -127,39 +118,6 @@ class Lab:
         with torch.no_grad(), fp32_logits(self.state.model[-1]), quantized_once:
             reports = self._run(batches, forward_only=True)
         return np.array([_mean(report) for report in reports])
-
-    def gradients(
-        self, batches: Sequence[Batch], options: Mapping[str, Option] | None = None
-    ) -> tuple[float, dict[str, torch.Tensor]]:
-        """Return the mean loss and each linear's gradient of it, FP64."""
-        self.model.apply(self._assignment(options))
-        zero_gradients(self.state.model, self.state.optimizer)
-        with self.model.runtime.training_pass(self.step + 1):
-            reports = self._run(batches, forward_only=False)
-        found = {
-            p.name: p.weights[0].main_grad.double().clone()  # type: ignore[attr-defined]
-            for p in self.model.linears
-        }
-        zero_gradients(self.state.model, self.state.optimizer)
-        return float(np.mean([_mean(report) for report in reports])), found
-
-    def updates(self, gradients: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Return the update direction that AdamW would take next, by torch's own AdamW in FP64."""
-        shards = optimizer_shards(self.state.optimizer)
-        found = {}
-        for planned in self.model.linears:
-            shard, name = shards[planned.weights[0]], planned.name
-            zero = torch.zeros_like(gradients[name]).reshape(-1).requires_grad_()
-            zero.grad = gradients[name].reshape(-1).clone()
-            settings = {key: shard.group[key] for key in ("betas", "eps")}
-            adam = torch.optim.AdamW([zero], lr=1.0, weight_decay=0.0, **settings)
-            moments = {key: shard.state[key] for key in ("exp_avg", "exp_avg_sq")}
-            adam.state[zero] = {"step": torch.tensor(float(shard.step))} | {
-                key: value.double().reshape(-1).clone() for key, value in moments.items()
-            }
-            adam.step()
-            found[name] = -zero.detach()
-        return found
 
     def statistics(
         self,

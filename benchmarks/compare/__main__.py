@@ -1,29 +1,28 @@
-"""Train policies against each other, or estimate what each GEMM costs; print the tables.
+"""Train policies against each other, and print the tables of all comparisons.
 
-    python -m benchmarks.compare policies [--targets 0.85,0.95] [--formats fp3,fp4] [--seeds 6]
-    python -m benchmarks.compare forks [--formats fp3,fp4] [--pairs 48] [--data-seeds 2]
-    python -m benchmarks.compare kinds
-    python -m benchmarks.compare rival [--hours 10]
+    python -m benchmarks.compare policies [--targets 0.85,0.95] [--formats fp3] [--results FILE]
     python -m benchmarks.compare collapse [--hours 6]
-    python -m benchmarks.compare hardest [--hours 6]
+    python -m benchmarks.compare forks
+    python -m benchmarks.compare kinds
+    python -m benchmarks.compare rival
+    python -m benchmarks.compare hardest
     python -m benchmarks.compare table [--figure FILE.svg] [--page FILE.md ..]
-    (each with --quick, which takes ten minutes, --scenario outliers, --results FILE)
+    (--setup quick takes ten minutes)
 
 `policies`: from a BF16 warm-up of each seed, one branch a variant and target; plans of a target
-have equal shares of FLOPs in the low format. `forks`: from one warm-up, branches with a random half
-of all GEMMs in the low format, in complementary pairs; a regression gives each GEMM's cost. A
-branch is a row of benchmarks/results/policies.jsonl or compare.jsonl. A row that exists is not made
+have equal shares of FLOPs in the low format. `collapse` trains uniform recipes from scratch, and
+prints where FP4 loses much. Both make the rows that are missing. A row that exists is not made
 again, so a command resumes where it was stopped, and more seeds, targets or variants add rows.
-`kinds` prints the weights of the policy `norms-kinds` from the rows of `forks`. `rival` makes the
-missing rows of its schedule, and prints its verdict once they are complete. `collapse` trains
-uniform recipes from scratch, and prints where FP4 loses much; `hardest` makes the branches of all
-policies in the hardest of these cells.
+
+The rows of `forks` (what each GEMM costs), `rival` (products against norms) and `hardest` (all
+policies where FP4 loses most), and those of `policies` with plans of SNIP, come from measured
+products. The tag `products-last` makes them; here their tables are printed. `kinds` prints the
+weights of the policy `norms-kinds` from the rows of `forks`.
 """
 
 from __future__ import annotations
 
 import argparse
-import math
 import os
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -36,15 +35,16 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from benchmarks.compare import curve
 from benchmarks.compare.collapse import collapse_report, run_collapse
-from benchmarks.compare.estimated import estimate, estimate_table
+from benchmarks.compare.estimated import ESTIMATED, estimate, estimate_table
 from benchmarks.compare.figure import draw
-from benchmarks.compare.forks import Fit, fit, fork_table, run_forks
-from benchmarks.compare.hardest import hardest_report, run_hardest
+from benchmarks.compare.forks import Fit, fit, fork_table
+from benchmarks.compare.hardest import hardest_report
 from benchmarks.compare.kinds import kinds_table
 from benchmarks.compare.policies import policy_table, run_policies
-from benchmarks.compare.rival import report, run_rival
+from benchmarks.compare.rival import report
 from benchmarks.compare.runs import SCENARIOS, SETUPS
 from benchmarks.compare.store import ResultStore, groups
+from benchmarks.compare.variants import AT_TAG, TAG
 from benchmarks.machine import RESULTS
 from megatron_snip.errors import UsageError
 
@@ -66,28 +66,25 @@ END_MARK = "<!-- end -->"
 def main() -> None:
     """Run the command line."""
     options = _arguments()
-    store = ResultStore(options.results, blind=options.command in ("rival", "hardest"))
+    if options.hours and options.command != "collapse":
+        raise SystemExit(
+            f"error: --hours {options.hours:g}: only `collapse` makes rows for some hours; rows "
+            f"with plans from products are made at the tag {TAG} (git checkout {TAG})"
+        )
+    store = ResultStore(options.results)
     try:
         if options.command == "policies":
             for low in options.formats:
                 for seed in range(options.first_seed, options.first_seed + options.seeds):
                     run_policies(store, options, low, seed)
-        elif options.command == "forks":
-            run_forks(store, options)
-        elif options.command == "rival":
-            run_rival(store, options)
-            print(report(store.rows))
-            return
         elif options.command == "collapse":
             run_collapse(store, options)
-            print(collapse_report(store.rows))
-            return
-        elif options.command == "hardest":
-            run_hardest(store, options)
-            print(hardest_report(store.rows))
-            return
     except UsageError as error:
         raise SystemExit(f"error: {error}") from None
+    reports = {"rival": report, "collapse": collapse_report, "hardest": hardest_report}
+    if options.command in reports:
+        print(reports[options.command](store.rows))
+        return
     fits = _fits(options)
     if options.command == "kinds":
         print(kinds_table(fits))
@@ -172,20 +169,17 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument(
         "--first-seed", type=int, default=0, help="rows of one seed must come from one machine"
     )
-    parser.add_argument("--variants", type=_names, default=curve.VARIANTS)
+    parser.add_argument(
+        "--variants",
+        type=_names,
+        default=tuple(name for name in ESTIMATED if name not in AT_TAG),
+        help="of `policies`: policies, norms-q-gemm, norms-q-linear",
+    )
     parser.add_argument("--targets", type=_numbers, default=curve.TARGETS, help="shares of FLOPs")
     parser.add_argument(
-        "--pairs", type=int, default=48, help="complementary pairs of `forks` for each data seed"
-    )
-    parser.add_argument("--data-seeds", type=int, default=2, help="continuations of `forks`")
-    parser.add_argument(
-        "--hours",
-        type=float,
-        default=math.inf,
-        help="of a core that `rival`, `collapse` or `hardest` may use; 0 only prints",
+        "--hours", type=float, help="of a core that `collapse` may use; 0 only prints"
     )
     parser.add_argument("--results", type=Path, help="file of the rows")
-    parser.add_argument("--checkpoints", type=Path, help="keep warm models of this code here")
     parser.add_argument("--figure", type=Path, help="draw the gaps of a scenario here")
     parser.add_argument(
         "--page", type=Path, nargs="+", help="write the curve's tables between marks of these pages"

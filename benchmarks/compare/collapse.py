@@ -86,7 +86,8 @@ MODEL = {"num_layers": 4, "ffn_hidden_size": 384, "lr": 1e-3, "min_lr": 1e-4}
 
 def run_collapse(store: ResultStore, options: argparse.Namespace) -> None:
     """Make the rows that are missing, until `options.hours` of a core are used."""
-    end = time.process_time() + 3600 * options.hours
+    hours = math.inf if options.hours is None else options.hours
+    end = time.process_time() + 3600 * hours
     with extra_formats():
         for name, cell in CELLS.items():
             for recipe in ("bf16", "fp8", cell.low):

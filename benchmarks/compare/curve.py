@@ -23,8 +23,14 @@ TARGETS = (0.5, 0.67, 0.75, 0.8, 0.85, 0.9, 0.95, 1.0)
 REFERENCE = "snip-gemm"
 RIVALS = {"snip-gemm": ("grads-first", "snip-linear"), "snip-linear": ("norms", "last-blocks")}
 """Whom each of SNIP's variants is compared with: rules of its granularity, and SNIP per linear."""
-FOLLOWING = {"replan": ("snip-gemm",), "heal-plan": ("heal-grads-first",)}
-"""The same for variants whose plan follows the run: the first plan, and the rule's healing."""
+OTHERS = {
+    "norms-q-gemm": ("grads-first", "norms-gemm"),
+    "norms-q-linear": ("norms", "last-blocks"),
+    "replan": ("snip-gemm",),
+    "heal-plan": ("heal-grads-first",),
+}
+"""The same for SNIP by norms, and for variants whose plan follows the run: the first plan, and the
+rule's healing."""
 
 DRAWS = 10_000
 
@@ -142,7 +148,7 @@ def table(rows: list[dict[str, Any]]) -> str:
     shares = sorted({share for curve in both[0].values() for share in curve})
     pairs = [
         (snip, rule)
-        for snip, rules in (RIVALS | FOLLOWING).items()
+        for snip, rules in (RIVALS | OTHERS).items()
         for rule in rules
         if snip in both[0] and rule in both[0]
     ]

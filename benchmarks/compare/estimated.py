@@ -19,7 +19,8 @@ import numpy as np
 from benchmarks.compare import analysis
 from benchmarks.compare.curve import RIVALS, TARGETS, VARIANTS, share_at
 from benchmarks.compare.forks import Fit
-from benchmarks.compare.variants import NORMS, Formats, Planner, low_items
+from benchmarks.compare.variants import Formats, Planner, low_items
+from megatron_snip.config import SnipConfig
 from megatron_snip.options import Granularity, Option, enumerate_options
 from megatron_snip.planning.problem import (
     LinearChoices,
@@ -88,8 +89,7 @@ def estimate(fit: Fit, low: str, targets: Sequence[float] = TARGETS) -> Estimate
 
 
 def _indicator(fit: Fit, planner: Planner, variant: str, target: float, low: str) -> np.ndarray:
-    (plan,) = planner.plans(variant, target)
-    lowered = low_items(plan, Formats(low))
+    lowered = low_items(planner.plan(variant, target), Formats(low))
     return np.array([float(item in lowered) for item in fit.items])
 
 
@@ -97,24 +97,24 @@ def _planner(fit: Fit, low: str, seed: int) -> Planner:
     """Return a planner whose quality losses are sums over GEMMs of the scores of `forks`."""
     formats = Formats(low)
     snip, norms = np.array(fit.scores["snip"]), norms_losses(fit)
-    problems = {
-        "linear": _problem(fit, formats, "linear", snip),
-        "gemm": _problem(fit, formats, "gemm", snip),
-        "norms-q-linear": _problem(fit, formats, "linear", norms),
-        "norms-q-gemm": _problem(fit, formats, "gemm", norms),
-    }
+    granularities: tuple[Granularity, ...] = ("linear", "gemm")
+    problems = {}
+    for granularity in granularities:
+        problems[f"norms-q-{granularity}"] = _problem(fit, formats, granularity, norms)
+        problems[f"snip-{granularity}"] = _problem(fit, formats, granularity, snip)
+        problems[granularity] = problems[f"snip-{granularity}"]
     return Planner(problems, formats, seed)
 
 
-def norms_losses(fit: Fit, weight_lambda: float = NORMS.weight_lambda) -> np.ndarray:
-    """Return the quality loss of each item alone under `--snip-measure norms`, [items].
+def norms_losses(fit: Fit) -> np.ndarray:
+    """Return the quality loss of each item alone, [items].
 
-    The scores have the error of G in the tiles of wgrad; such a run measures it in those of dgrad.
+    The scores have the error of G in the tiles of wgrad; a run measures it in those of dgrad.
     """
     bounds = np.array(fit.scores["norms"])
     is_fprop = np.array([gemm == Gemm.FPROP for _, gemm in fit.items])
     of_fprop = bounds / bounds[is_fprop].sum()
-    of_gradients = weight_lambda * bounds / bounds[~is_fprop].sum()
+    of_gradients = SnipConfig().weight_lambda * bounds / bounds[~is_fprop].sum()
     return np.where(is_fprop, of_fprop, of_gradients)
 
 

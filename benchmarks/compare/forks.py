@@ -1,10 +1,11 @@
-"""What each GEMM costs: runs with random halves of the GEMMs low, and a regression on them."""
+"""What each GEMM costs: a regression on runs with random halves of the GEMMs low.
+
+The rows are made at the tag `variants.TAG`: a score that they judge is that of measured products.
+"""
 
 from __future__ import annotations
 
-import argparse
 import json
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,103 +14,17 @@ import numpy as np
 from scipy.stats import spearmanr
 
 from benchmarks.compare import analysis
-from benchmarks.compare.runs import SETUPS, WarmModel, warm_model
-from benchmarks.compare.store import ResultStore
-from benchmarks.compare.variants import (
-    Formats,
-    Item,
-    Plan,
-    items_of,
-    plan_of,
-    snip_costs,
-)
-from megatron_snip.divergence.quality_loss import absolute_error, gemm_norm_bound, relative_error
-from megatron_snip.options import Option
-from megatron_snip.statistics.records import StatisticsTable
+from benchmarks.compare.variants import Item
 from megatron_snip.types import Gemm
 
 TARGET = 0.75
 """Of the plans that scores are judged by."""
 
 
-def run_forks(store: ResultStore, options: argparse.Namespace) -> None:
-    """Make branches with complementary random halves of the GEMMs in the low format.
-
-    Raises:
-        UsageError: if there are rows that started from another warm model.
-    """
-    setup = SETUPS[options.setup]
-    with warm_model(setup, 0, options.data_seeds, options.scenario) as warm:
-        for low in options.formats:
-            formats = Formats(low)
-            table = warm.measure((formats.high, low))
-            _write_scores(options, low, table)
-            for data_seed in range(options.data_seeds):
-                _run_pairs(store, options, warm, table, low, data_seed)
-
-
-def _run_pairs(
-    store: ResultStore,
-    options: argparse.Namespace,
-    warm: WarmModel,
-    table: StatisticsTable,
-    low: str,
-    data_seed: int,
-) -> None:
-    place = {"kind": "forks", "setup": options.setup, "scenario": options.scenario, "seed": 0}
-    start = warm.digest
-    store.check_start(place, start)
-    key = {**place, "low": low, "data_seed": data_seed}
-    first = 1000 * data_seed
-    pairs = range(first, first + options.pairs)
-    for name, plan in _fork_plans(table, Formats(low), pairs):
-        if not store.has({**key, "variant": name}):
-            loss = warm.branch([plan], data_seed)["loss"]
-            store.add({**key, "variant": name, "start": start, "loss": round(loss, 6)})
-
-
-def _fork_plans(
-    table: StatisticsTable, formats: Formats, pairs: range
-) -> Iterator[tuple[str, Plan | None]]:
-    """Return the BF16 branch and both halves of each pair; no two data seeds share a pair."""
-    yield "bf16", None
-    items = items_of(table.linears)
-    for k in pairs:
-        for half, low in enumerate(_halves(items, k)):
-            yield f"{k}-{half}", plan_of(low, (s.name for s in table.linears), formats)
-
-
 def _halves(items: list[Item], pair: int) -> tuple[set[Item], set[Item]]:
     order = np.random.default_rng(pair).permutation(len(items))
     first = {items[i] for i in order[: len(items) // 2]}
     return first, set(items) - first
-
-
-def _write_scores(options: argparse.Namespace, low: str, table: StatisticsTable) -> None:
-    """Write every score of the items, before any branch is made."""
-    linears = {s.name: s for s in table.linears}
-    items = items_of(table.linears)
-    snip = snip_costs(table, Formats(low))
-    alone = {g: Option(*(low if g == k else "bf16" for k in Gemm)) for g in Gemm}
-    distance = (max(int(n.split(".")[2]) for n in linears)) / 2
-    scores = {
-        "snip": [snip[item] for item in items],
-        "norms": [gemm_norm_bound(linears[n], alone[g], g) for n, g in items],
-        "min-abs-err": [absolute_error(linears[n], alone[g]) for n, g in items],
-        "min-rel-err": [relative_error(linears[n], alone[g]) for n, g in items],
-        "fprop only": [float(g == Gemm.FPROP) for _, g in items],
-        "grads-first": [
-            (g == Gemm.FPROP) * (1 + abs(int(n.split(".")[2]) - distance)) for n, g in items
-        ],
-    }
-    value = {
-        "items": [f"{name}:{gemm.name.lower()}" for name, gemm in items],
-        "flops": [linears[name].flops_per_token / 3 for name, _ in items],
-        "scores": {k: [float(f"{v:.4g}") for v in values] for k, values in scores.items()},
-    }
-    path = _scores_path(options.results, options.setup, options.scenario, low)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(value) + "\n")
 
 
 def _scores_path(results: Path, setup: str, scenario: str, low: str) -> Path:

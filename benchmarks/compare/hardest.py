@@ -1,28 +1,19 @@
 """Do baselines collapse where SNIP does not? All policies in the hardest cell of the screening.
 
-Preregistered in docs/preregistration.md, "The hardest cell": a run of the cell trains a third of
-its iterations in BF16; from there each branch keeps the cell's schedule under its own plan. So the
-BF16 branch of seed 0 is the cell's BF16 run.
+Preregistered in docs/preregistration.md, "The hardest cell". The runs are made at the tag
+`variants.TAG`, which measures products.
 """
 
 from __future__ import annotations
 
-import argparse
-import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 from scipy import stats
 
-from benchmarks.compare import analysis, collapse
-from benchmarks.compare.collapse import CELLS, DIVERGED, LOSES, Cell
-from benchmarks.compare.policies import run_branches, saved_model
-from benchmarks.compare.runs import Setup, warm_model
-from benchmarks.compare.store import ResultStore
-from benchmarks.compare.variants import RULES
-from benchmarks.machine import RESULTS, read_rows
-from megatron_snip.errors import UsageError
+from benchmarks.compare import analysis
+from benchmarks.compare.collapse import CELLS, DIVERGED, LOSES
 
 TARGETS = (0.75, 0.8)
 SEEDS = range(6)
@@ -31,29 +22,20 @@ OURS = ("snip-linear", "snip-gemm", "replan")
 BASELINES = ("random", "min-abs-err", "min-rel-err", "layer-type", "layer-id")
 """Those of the paper."""
 
-VARIANTS = (PAPER, *BASELINES, *OURS, *(name for name in RULES if name not in BASELINES))
+OTHERS = (
+    "random-gemm",
+    "last-blocks",
+    "grads-first",
+    "norms",
+    "norms-gemm",
+    "norms-kinds",
+    "error-threshold",
+)
+VARIANTS = (PAPER, *BASELINES, *OURS, *OTHERS)
 MOST_SEEDS, MOST_BASELINES = 4, 3
 """A policy collapses if this many seeds do; the paper is reproduced if this many baselines do."""
 
 LEVEL = 0.05
-
-
-def setup_of(cell: Cell) -> Setup:
-    """Return the runs of a cell, from a checkpoint after a third of its iterations."""
-    warm = cell.iterations // 3
-
-    def prepare(lab: Any) -> None:
-        if cell.hot != 1.0:
-            collapse.make_hot(lab, cell.hot)
-
-    return Setup(
-        {**collapse.MODEL, **cell.model},
-        warm,
-        cell.iterations - warm,
-        held_out=collapse.HELD_OUT,
-        own_schedule=True,
-        prepare=prepare,
-    )
 
 
 def keys_of(name: str, seed: int) -> list[dict[str, Any]]:
@@ -64,42 +46,6 @@ def keys_of(name: str, seed: int) -> list[dict[str, Any]]:
     branches = [(variant, 0.0) for variant in ("bf16", "uniform-fp8", f"uniform-{low}")]
     branches += [(variant, target) for target in TARGETS for variant in VARIANTS]
     return [{**place, "variant": variant, "target": target} for variant, target in branches]
-
-
-def cell_of(rows: Sequence[Mapping[str, Any]], screening: Sequence[dict[str, Any]]) -> str:
-    """Return the cell: that of the rows, else the hardest of the screening.
-
-    Raises:
-        UsageError: if the screening found none.
-    """
-    name = rows[0]["setup"] if rows else collapse.hardest(collapse.findings(screening))
-    if name is None:
-        raise UsageError("no cell of the screening is hard and can be planned; see `collapse`")
-    return str(name)
-
-
-def run_hardest(store: ResultStore, options: argparse.Namespace) -> None:
-    """Make the rows that are missing, seed by seed, until `options.hours` of a core are used.
-
-    Raises:
-        UsageError: if there is no such cell, or rows of a seed come from another warm model.
-    """
-    end = time.process_time() + 3600 * options.hours
-
-    def goes_on() -> bool:
-        return time.process_time() < end
-
-    name = cell_of(store.rows, read_rows(RESULTS / "collapse.jsonl"))
-    with collapse.extra_formats():
-        for seed in SEEDS:
-            keys = [key for key in keys_of(name, seed) if not store.has(key)]
-            if not keys or not goes_on():
-                continue
-            saved = saved_model(options, f"cell-{name}", seed)
-            with warm_model(setup_of(CELLS[name]), seed, 1, "plain", saved) as warm:
-                place = {k: keys[0][k] for k in ("kind", "setup", "seed")}
-                store.check_start(place, warm.digest)
-                run_branches(store, warm, keys, goes_on)
 
 
 def gaps(rows: Sequence[Mapping[str, Any]], key: str = "loss") -> dict[tuple[str, float], dict]:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import math
-from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -13,7 +11,8 @@ import numpy as np
 from benchmarks.compare import analysis
 from benchmarks.compare.runs import SETUPS, WarmModel, warm_model
 from benchmarks.compare.store import ResultStore
-from benchmarks.compare.variants import REPLANNED, Formats, Plan, Planner, problems_of
+from benchmarks.compare.variants import AT_TAG, TAG, Formats, Planner, problems_of
+from megatron_snip.errors import UsageError
 from megatron_snip.planning.plan import assignment_digest
 
 LOSSES = ("loss", "loss_bf16", "training_loss", "quarters", "tokens")
@@ -24,7 +23,8 @@ def run_policies(store: ResultStore, options: argparse.Namespace, low: str, seed
     """Make one branch a variant and target from one warm model; branches with a row are left out.
 
     Raises:
-        UsageError: if the rows of this seed started from another warm model.
+        UsageError: if a variant is made at TAG alone, or the rows of this seed started from another
+            warm model.
     """
     place = {"kind": "policies", "setup": options.setup, "scenario": options.scenario}
     place |= {"seed": seed, "data_seed": 0}
@@ -33,90 +33,40 @@ def run_policies(store: ResultStore, options: argparse.Namespace, low: str, seed
     keys = [key for key in keys if not store.has(key)]
     if not keys:
         return
-    with warm_model(
-        SETUPS[options.setup], seed, 1, options.scenario, saved_model(options, options.setup, seed)
-    ) as warm:
+    for key in keys:
+        if key["variant"] in AT_TAG:
+            raise UsageError(
+                f"plans of {key['variant']} are made from measured products, which are gone: check "
+                f"out the tag {TAG}, or give --variants norms-q-gemm,norms-q-linear"
+            )
+    with warm_model(SETUPS[options.setup], seed, options.scenario) as warm:
         store.check_start(place, warm.digest)
         run_branches(store, warm, keys)
 
 
-def saved_model(options: argparse.Namespace, setup: str, seed: int) -> Path | None:
-    """Return where a warm model is kept; None without --checkpoints."""
-    return options.checkpoints and options.checkpoints / f"{setup}-{seed}.pt"
-
-
-def run_branches(
-    store: ResultStore,
-    warm: WarmModel,
-    keys: Sequence[Mapping[str, Any]],
-    goes_on: Callable[[], bool] = lambda: True,
-) -> None:
-    """Make a branch for each key, all of one setup, scenario and seed.
+def run_branches(store: ResultStore, warm: WarmModel, keys: Sequence[Mapping[str, Any]]) -> None:
+    """Make a branch for each key, all of one setup, scenario, format and seed.
 
     A branch whose plan an earlier branch had, of any variant, gets the losses of that row, which
     `equal_to` names.
-
-    Args:
-        store: gets the rows.
-        warm: the model.
-        keys: of the rows.
-        goes_on: asked before each branch.
     """
     start = warm.digest
-
-    def new_planner(low: str, seed: int) -> Planner:
-        formats = Formats(low)
-        return Planner(problems_of(warm.measure((formats.high, low)), formats), formats, seed)
-
-    # All before the first branch: a branch changes the weights.
-    planners = {
-        low: new_planner(low, key["seed"]) for low, key in {k["low"]: k for k in keys}.items()
-    }
+    formats = Formats(keys[0]["low"])
+    # Before the first branch: a branch changes the weights.
+    problems = problems_of(warm.measure((formats.high, formats.low)), formats)
+    planner = Planner(problems, formats, keys[0]["seed"])
     for key in keys:
-        if not goes_on():
-            return
-        name = key["variant"]
-        target = key["target"]
-        planner = planners[key["low"]]
-        plans = planner.plans(name, target)
-        row: dict[str, Any] = {**key, "start": start, "plan": None}
-        row["share"] = round(planner.share(plans[0]), 4)
-        if name in REPLANNED:
-            made: list[Plan] = []
-
-            def remake(key: Mapping[str, Any] = key, made: list[Plan] = made) -> list[Plan]:
-                made += new_planner(key["low"], key["seed"]).plans(key["variant"], key["target"])
-                return made
-
-            result = warm.branch(plans, 0, remake)
-            row["plans"] = [_digest(plan) for plan in (*plans, *made)]
-        elif len(plans) > 1:
-            result = warm.branch(plans, 0)
+        plan = planner.plan(key["variant"], key["target"])
+        digest = assignment_digest(plan)[:12]
+        row = {**key, "start": start, "plan": digest, "share": round(planner.share(plan), 4)}
+        place = {k: key[k] for k in ("kind", "setup", "scenario", "seed", "data_seed")}
+        known = store.select({**place, "start": start, "plan": digest})
+        if known:
+            result = {k: known[0][k] for k in LOSSES}
+            row["equal_to"] = [known[0][k] for k in ("low", "variant", "target")]
         else:
-            row["plan"] = _digest(plans[0])
-            place = {k: key[k] for k in ("kind", "setup", "scenario", "seed", "data_seed")}
-            known = store.select({**place, "start": start, "plan": row["plan"]})
-            if known:
-                result = {k: known[0][k] for k in LOSSES}
-                row["equal_to"] = [known[0][k] for k in ("low", "variant", "target")]
-            else:
-                result = warm.branch(plans, 0)
-        store.add({**row, **_rounded(result)})
-
-
-def _digest(plan: Plan) -> str:
-    return assignment_digest(plan)[:12]
-
-
-def _rounded(result: dict[str, Any]) -> dict[str, Any]:
-    """Round what a branch gave; a number that is not finite becomes None."""
-
-    def rounded(value: Any) -> Any:
-        if not isinstance(value, float):
-            return value
-        return round(value, 6) if math.isfinite(value) else None
-
-    return {name: rounded(value) for name, value in result.items()}
+            result = warm.branch(plan)
+        store.add({**row, **result})
 
 
 def policy_table(rows: list[dict[str, Any]]) -> str:

@@ -1,14 +1,12 @@
-"""Does measuring products buy anything over norms? The runs of `rival` and their verdict.
+"""Does measuring products buy anything over norms? The verdict of the runs of `rival`.
 
-Preregistered in docs/preregistration.md, "The rival by norms": SCHEDULE has the runs in their
-order, `verdict` the primary test. Until its rows are complete, nothing is printed about losses.
+Preregistered in docs/preregistration.md, "The rival by norms". The runs are made at the tag
+`variants.TAG`, which measures products.
 """
 
 from __future__ import annotations
 
-import argparse
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
 from typing import Any
@@ -17,98 +15,16 @@ import numpy as np
 from scipy import stats
 
 from benchmarks.compare import analysis
-from benchmarks.compare.policies import run_branches, saved_model
-from benchmarks.compare.runs import SETUPS, warm_model
-from benchmarks.compare.store import ResultStore
 
 TARGETS = (0.75, 0.8, 0.9)
 FORMATS = ("fp4", "fp3")
 SEEDS = range(6)
 SETUPS_OF_TEST = ("deep", "experts")
 SNIP, NORMS = "snip-gemm", "norms-gemm"
-PAIR = ("bf16", SNIP, NORMS)
 MARGINS = {"fp4": 0.5, "fp3": 1.0}
 """The difference that matters, in 1e-3 nat."""
 
 LEVEL = 0.05
-
-
-@dataclass(frozen=True)
-class Step:
-    """Runs of some setups: for each seed all of them, so that seeds are balanced when it stops.
-
-    `variants` name the pair that is compared again: where another machine continues, whose warm
-    models have other bits, the pair is made there too.
-    """
-
-    setups: tuple[str, ...]
-    variants: tuple[str, ...]
-    targets: tuple[float, ...] = TARGETS
-    formats: tuple[str, ...] = FORMATS
-    seeds: Sequence[int] = SEEDS
-    scenario: str = "plain"
-
-    def keys(self, setup: str, seed: int) -> list[dict[str, Any]]:
-        """Return the keys of the rows of one warm model, in their order."""
-        place = {"kind": "rival", "setup": setup, "scenario": self.scenario}
-        place |= {"seed": seed, "data_seed": 0}
-        found = []
-        for low, target, variant in product(self.formats, self.targets, self.variants):
-            # One BF16 branch serves all targets of a format; that of other formats is equal.
-            if variant != "bf16" or target == self.targets[0]:
-                found.append(
-                    {
-                        **place,
-                        "low": low,
-                        "variant": variant,
-                        "target": 0.0 if variant == "bf16" else target,
-                    }
-                )
-        return found
-
-
-FOLLOWING = (*PAIR, "replan", "replan-norms-gemm")
-
-SCHEDULE = (
-    Step(SETUPS_OF_TEST, PAIR),
-    Step(SETUPS_OF_TEST, (*PAIR, "grads-first", "norms-kinds")),
-    Step(SETUPS_OF_TEST, FOLLOWING, targets=(0.8,)),
-    Step(("deep",), FOLLOWING, targets=(0.8,), scenario="late-outliers"),
-    Step(("gqa",), PAIR),
-    Step(("large",), PAIR, targets=(0.8,), seeds=range(2)),
-)
-
-
-def blocks() -> Iterator[tuple[Step, str, int]]:
-    """Yield (step, setup, seed) in the order of the runs; each is one warm model."""
-    for step in SCHEDULE:
-        for seed, setup in product(step.seeds, step.setups):
-            yield step, setup, seed
-
-
-def run_rival(store: ResultStore, options: argparse.Namespace) -> None:
-    """Make the rows of SCHEDULE that are missing, until `options.hours` of a core are used."""
-    end = time.process_time() + 3600 * options.hours
-
-    def goes_on() -> bool:
-        return time.process_time() < end
-
-    for step, setup, seed in blocks():
-        if not goes_on():
-            return
-        keys = step.keys(setup, seed)
-        if _is_complete(store, keys):
-            continue
-        saved = saved_model(options, setup, seed)
-        with warm_model(SETUPS[setup], seed, 1, step.scenario, saved) as warm:
-            keys = [key for key in keys if not store.has(key, warm.digest)]
-            run_branches(store, warm, keys, goes_on)
-
-
-def _is_complete(store: ResultStore, keys: Sequence[dict[str, Any]]) -> bool:
-    """Return whether one warm model has all these rows."""
-    starts = {row["start"] for row in store.rows}
-    return any(all(store.has(key, start) for key in keys) for start in starts)
 
 
 def missing(rows: Sequence[dict[str, Any]]) -> list[tuple[str, int, str]]:

@@ -3,17 +3,15 @@
 A warm model is trained in BF16 and its weights and optimizer state are copied. Each branch starts
 from the copy, trains under one plan on the same samples, and is evaluated on the same held-out
 text. So two branches differ in their plan alone. The learning rate is constant before a branch and
-falls linearly to zero in it, or the setup keeps the trainer's own schedule.
+falls linearly to zero in it.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from pathlib import Path
-from pydoc_data.topics import topics
 from typing import Any, Self
 
 import numpy as np
@@ -23,10 +21,8 @@ from megatron.core.utils import unwrap_model
 from benchmarks.compare.variants import Plan
 from benchmarks.lab import Lab, open_lab
 from megatron_snip.config import SnipConfig
-from megatron_snip.errors import SnipError
 from megatron_snip.quantizers.stochastic import StochasticStream, StreamKey
 from megatron_snip.statistics.records import StatisticsTable
-from megatron_snip.trainer.data import Datasets
 
 
 @dataclass(frozen=True)
@@ -39,8 +35,6 @@ class Setup:
         length: iterations of a branch.
         held_out: microbatches of held-out text.
         measured: microbatches that the plans are made from.
-        own_schedule: whether warm-up and branch together have the trainer's schedule of rates.
-        prepare: changes the model before it trains.
     """
 
     model: dict[str, Any]
@@ -48,8 +42,6 @@ class Setup:
     length: int
     held_out: int = 48
     measured: int = 4
-    own_schedule: bool = False
-    prepare: Callable[[Lab], None] = lambda lab: None
 
 
 SETUPS = {
@@ -103,45 +95,28 @@ SETUPS = {
 
 
 @contextmanager
-def warm_model(
-    setup: Setup, seed: int, data_seeds: int, scenario: str, saved: Path | None = None
-) -> Iterator[WarmModel]:
+def warm_model(setup: Setup, seed: int, scenario: str) -> Iterator[WarmModel]:
     """Train a model of this seed in BF16; branches start from it.
 
     Args:
         setup: the model.
         seed: of its initial weights and data.
-        data_seeds: how many different continuations of the data branches may have.
-        scenario: of `SCENARIOS`; it changes the warm model, or each branch after half of it.
-        saved: file of the warm model: it is read if it exists, else written.
+        scenario: of `SCENARIOS`; it changes the warm model.
     """
-    total = setup.warm + data_seeds * setup.length
-    values: dict[str, Any] = {"seed": 1234 + seed, "train_iters": total}
-    if not setup.own_schedule:
-        values["lr_decay_style"] = "constant"
+    values = {"seed": 1234 + seed, "train_iters": setup.warm + setup.length}
+    values |= {"lr_decay_style": "constant"}
     with open_lab({**setup.model, **values}) as lab, _remembering_draws(lab):
-        setup.prepare(lab)
-        if saved is not None and saved.exists():
-            lab.train(1)  # the optimizer creates its moments
-            _Copy.read(saved).restore(lab)
-            lab.step = setup.warm
-        else:
-            lab.train(setup.warm)
-            if saved is not None:
-                _Copy.of(lab).write(saved)
-        if not scenario.startswith(LATE):
-            SCENARIOS[scenario](lab)
-        yield WarmModel(setup, lab, scenario)
+        lab.train(setup.warm)
+        SCENARIOS[scenario](lab)
+        yield WarmModel(setup, lab)
 
 
 class WarmModel:
     """A trained model that branches start from."""
 
-    def __init__(self, setup: Setup, lab: Lab, scenario: str) -> None:
+    def __init__(self, setup: Setup, lab: Lab) -> None:
         self._setup = setup
-        self._scenario = scenario
         self._lab = lab
-        self._datasets = lab.datasets
         self._rate = float(lab.config.lr)
         self._copy = _Copy.of(lab)
 
@@ -155,60 +130,25 @@ class WarmModel:
         batches = self._lab.microbatches(self._setup.measured)
         return self._lab.statistics(batches, SnipConfig(formats=formats), all_tokens=True)
 
-    def branch(
-        self,
-        plans: Sequence[Plan | None],
-        data_seed: int,
-        remake: Callable[[], Sequence[Plan]] | None = None,
-    ) -> dict[str, Any]:
-        """Train one branch; return its losses.
-
-        Args:
-            plans: each holds for an equal part of the iterations, in this order, and the last one
-                also for the evaluation; None for BF16.
-            data_seed: which continuation of the data.
-            remake: returns the plans from half of the branch on; None keeps them.
-
-        Returns:
-            LOSSES of `policies`; None for the losses of a branch that ends early, because a loss or
-            a gradient is not finite.
-        """
+    def branch(self, plan: Plan) -> dict[str, Any]:
+        """Train one branch under a plan; return LOSSES of `policies`."""
         lab, setup = self._lab, self._setup
-        self._restore()
-        lab.step = setup.warm + data_seed * setup.length
+        self._copy.restore(lab)
+        lab.step = setup.warm
         losses: list[float] = []
         for k in range(setup.length):
-            if k == setup.length // 2:
-                if self._scenario.startswith(LATE):
-                    SCENARIOS[self._scenario](lab)
-                plans = remake() if remake is not None else plans
-            if not setup.own_schedule:
-                for group in _groups(lab):
-                    group["lr"] = self._rate * (1 - k / setup.length)
-            try:
-                losses += lab.train(1, plans[k * len(plans) // setup.length])
-            except SnipError:  # a loss or a gradient that is not finite
-                break
-        tokens = len(losses) * lab.config.global_batch_size * lab.config.seq_length
-        if len(losses) < setup.length:
-            none = dict.fromkeys(("loss", "loss_bf16", "training_loss"))
-            return {**none, "quarters": [], "tokens": tokens}
+            for group in _groups(lab):
+                group["lr"] = self._rate * (1 - k / setup.length)
+            losses += lab.train(1, plan)
         batches = lab.microbatches(setup.held_out, held_out=True)
-        return {
-            "loss": float(lab.losses(batches, plans[-1]).mean()),
-            "loss_bf16": float(lab.losses(batches).mean()),
-            "training_loss": sum(losses) / len(losses),
+        found: dict[str, Any] = {
+            "loss": round(float(lab.losses(batches, plan).mean()), 6),
+            "loss_bf16": round(float(lab.losses(batches).mean()), 6),
+            "training_loss": round(sum(losses) / len(losses), 6),
             "quarters": [round(float(part.mean()), 6) for part in np.array_split(losses, 4)],
-            "tokens": tokens,
+            "tokens": len(losses) * lab.config.global_batch_size * lab.config.seq_length,
         }
-
-    def _restore(self) -> None:
-        lab = self._lab
-        lab.datasets = self._datasets
-        self._copy.restore(lab)
-        scheduler: Any = lab.state.scheduler
-        scheduler.num_steps = self._setup.warm * lab.config.global_batch_size
-        scheduler.step(increment=0)  # sets the rates of these steps
+        return found
 
 
 @dataclass(frozen=True)
@@ -227,16 +167,6 @@ class _Copy:
     def of(cls, lab: Lab) -> Self:
         tensors = [tensor.detach().clone() for tensor in _tensors(lab)]
         return cls(tensors, [group.get("step") for group in _groups(lab)])
-
-    @classmethod
-    def read(cls, path: Path) -> Self:
-        return cls(*torch.load(path, weights_only=True))
-
-    def write(self, path: Path) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        partial = path.with_name(path.name + ".part")
-        torch.save((self.tensors, self.counts), partial)
-        partial.replace(path)
 
     @torch.no_grad()
     def restore(self, lab: Lab) -> None:
@@ -345,35 +275,5 @@ def _fresh_block(lab: Lab) -> None:
     lab.state.optimizer.reload_model_params()
 
 
-class _Text:
-    """Consecutive samples of a text, byte tokens; after its end they start over."""
-
-    def __init__(self, text: bytes, length: int) -> None:
-        self._tokens = torch.tensor(list(text))
-        self._length = length
-
-    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        start = index * self._length % (len(self._tokens) - self._length)
-        tokens, labels = (self._tokens[start + k :][: self._length] for k in (0, 1))
-        ones = torch.ones(self._length)
-        ids = torch.arange(self._length)
-        return {"tokens": tokens, "labels": labels, "loss_mask": ones, "position_ids": ids}
-
-
-def _english(lab: Lab) -> None:
-    """Replace the source code that the model was trained on by Python's help texts, in English."""
-    text = "\n".join(topics[name] for name in sorted(topics)).encode()
-    train, length = len(text) * 4 // 5, lab.config.seq_length
-    lab.datasets = Datasets(_Text(text[:train], length), _Text(text[train:], length), {})
-
-
-LATE = "late-"
-
-SCENARIOS = {
-    "plain": lambda lab: None,
-    "outliers": _outliers,
-    "fresh-block": _fresh_block,
-    f"{LATE}outliers": _outliers,
-    f"{LATE}english": _english,
-}
-"""What is done to a warm model before branches start from it, or to each after half of it."""
+SCENARIOS = {"plain": lambda lab: None, "outliers": _outliers, "fresh-block": _fresh_block}
+"""What is done to a warm model before branches start from it."""

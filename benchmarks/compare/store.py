@@ -21,20 +21,15 @@ class ResultStore:
 
     Args:
         path: the file.
-        blind: print no losses of rows that are added.
     """
 
-    def __init__(self, path: Path, blind: bool = False) -> None:
+    def __init__(self, path: Path) -> None:
         self._path = path
-        self._blind = blind
         self.rows = read_rows(path)
 
-    def has(self, key: Mapping[str, Any], start: str | None = None) -> bool:
-        """Return whether there is a row with this key, of this warm model (None: of any)."""
-        return any(
-            all(row.get(k) == key.get(k) for k in KEY) and start in (None, row.get("start"))
-            for row in self.rows
-        )
+    def has(self, key: Mapping[str, Any]) -> bool:
+        """Return whether there is a row with this key."""
+        return any(all(row.get(k) == key.get(k) for k in KEY) for row in self.rows)
 
     def select(self, wanted: Mapping[str, Any]) -> list[dict[str, Any]]:
         """Return the rows that have all these values."""
@@ -56,7 +51,7 @@ class ResultStore:
         """Append a row and print it."""
         self.rows.append(append_row(self._path, row))
         shown = " ".join(str(row[k]) for k in KEY if k in row)
-        print(shown if self._blind else f"{shown}: {row['loss']}", flush=True)
+        print(f"{shown}: {row['loss']}", flush=True)
 
 
 def groups(rows: Iterable[dict[str, Any]]) -> dict[tuple[str, ...], list[dict[str, Any]]]:

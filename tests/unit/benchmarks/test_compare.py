@@ -1,22 +1,27 @@
 """The comparison of policies: equal shares, shares at equal loss, remembered random numbers."""
 
+import argparse
+import sys
+from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from benchmarks.compare import analysis, curve, estimated, figure, runs, times
-from benchmarks.compare.__main__ import fill_page
+from benchmarks.compare import analysis, curve, estimated, figure, policies, runs, times
+from benchmarks.compare.__main__ import FILES, fill_page, main
 from benchmarks.compare.forks import Fit
 from benchmarks.compare.store import ResultStore
-from benchmarks.compare.variants import Formats, Planner, low_items, problems_of
+from benchmarks.compare.variants import AT_TAG, Formats, Plan, Planner, low_items, problems_of
 from megatron_snip.errors import UsageError
 from megatron_snip.options import Granularity, Option, enumerate_options
 from megatron_snip.planning.problem import LinearChoices, OptionCost, PlanningProblem
 from megatron_snip.quantizers.stochastic import StochasticStream, StreamKey
+from megatron_snip.statistics.records import StatisticsTable
 from megatron_snip.types import Gemm
-from tests.unit.divergence.build import linear, table
+from tests.unit.divergence.build import errors, linear, table
 
 FORMATS = Formats("fp4")
 KINDS = {
@@ -52,7 +57,9 @@ def planner() -> Planner:
             target=0.0,
         )
 
-    return Planner({"linear": problem("linear"), "gemm": problem("gemm")}, FORMATS, seed=1)
+    linear, gemm = problem("linear"), problem("gemm")
+    problems = {"linear": linear, "gemm": gemm, "snip-linear": linear, "snip-gemm": gemm}
+    return Planner(problems, FORMATS, seed=1)
 
 
 @pytest.mark.parametrize("variant", curve.VARIANTS)
@@ -60,7 +67,7 @@ def planner() -> Planner:
 def test_all_variants_have_the_same_share(planner: Planner, variant: str, target: float) -> None:
     share = planner.equal_share(target)
     assert abs(share - target) <= 0.5 / sum(SIZES.values()) + 1e-12
-    (plan,) = planner.plans(variant, target)
+    plan = planner.plan(variant, target)
     if variant == "snip-linear":  # its best plan may exceed the target
         assert planner.share(plan) >= share - 1e-12
     else:
@@ -78,7 +85,7 @@ def test_a_rule_skips_only_what_does_not_fit(planner: Planner) -> None:
                 left -= SIZES[name]
                 wanted.add((name, Gemm.FPROP))
     assert left == 0
-    (plan,) = planner.plans("grads-first", 0.85)
+    plan = planner.plan("grads-first", 0.85)
     assert low_items(plan, FORMATS) == wanted
 
 
@@ -312,3 +319,92 @@ def test_the_problems_of_norms_have_the_quality_loss_of_the_setting() -> None:
         options = problems[variant].linears[0].options
         assert options["fp4"].quality_loss == pytest.approx(1.01 / 2)
     assert options["fp8-fp4-fp4"].quality_loss == pytest.approx((1 / 16 + 0.01) / 2)
+
+
+class FakeModel:
+    """A warm model whose branches take no time."""
+
+    digest = "a"
+
+    def __init__(self) -> None:
+        self.trained: list[Plan] = []
+
+    def measure(self, formats: tuple[str, ...]) -> StatisticsTable:
+        high, low = formats
+        rows = (linear(k, **{high: errors(1.0 + k), low: errors(16.0 - k)}) for k in range(4))
+        return table(*rows)
+
+    def branch(self, plan: Plan) -> dict[str, Any]:
+        self.trained.append(plan)
+        loss = 2.0 + len(self.trained) / 64
+        return {"loss": loss, "loss_bf16": loss, "training_loss": loss, "quarters": [], "tokens": 1}
+
+
+@pytest.fixture
+def options(monkeypatch: pytest.MonkeyPatch) -> argparse.Namespace:
+    """Of a comparison of SNIP with rules, on a warm model that takes no time."""
+    monkeypatch.setattr(policies, "warm_model", lambda *_: nullcontext(FakeModel()))
+    variants = ("norms-q-gemm", "norms-gemm", "norms-q-linear", "grads-first")
+    return argparse.Namespace(
+        setup="quick", scenario="plain", targets=(0.5, 0.75), variants=variants
+    )
+
+
+def test_equal_plans_are_trained_once_and_rows_are_found_again(
+    tmp_path: Path, options: argparse.Namespace
+) -> None:
+    path = tmp_path / "rows.jsonl"
+    policies.run_policies(ResultStore(path), options, "fp4", 0)
+    rows = ResultStore(path).rows
+    branches = [("bf16", 0.0), *((v, t) for t in options.targets for v in options.variants)]
+    assert [(row["variant"], row["target"]) for row in rows] == branches
+    by_plan = {row["plan"]: row["loss"] for row in reversed(rows)}
+    assert len(by_plan) < len(rows)
+    assert all(row["loss"] == by_plan[row["plan"]] for row in rows)
+    assert sum("equal_to" not in row for row in rows) == len(by_plan)
+    shares = {row["target"]: row["share"] for row in rows if row["variant"] == "grads-first"}
+    assert all(row["share"] == shares.get(row["target"], 0.0) for row in rows)
+    first = path.read_text()
+    policies.run_policies(ResultStore(path), options, "fp4", 0)
+    assert path.read_text() == first
+
+
+@pytest.mark.parametrize("variant", AT_TAG)
+def test_rows_with_plans_from_products_are_not_made(
+    tmp_path: Path, options: argparse.Namespace, variant: str
+) -> None:
+    """Else a plan from norms would stand beside the committed rows under the same name."""
+    path = tmp_path / "rows.jsonl"
+    options.variants = (variant,)
+    with pytest.raises(UsageError, match=f"{variant}.* check out the tag products-last"):
+        policies.run_policies(ResultStore(path), options, "fp4", 0)
+    assert not path.exists()
+
+
+@pytest.mark.parametrize("command", sorted(set(FILES) - {"policies", "collapse"}))
+def test_commands_that_make_no_rows_refuse_hours(
+    command: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    words = ["compare", command, "--results", str(tmp_path / "rows.jsonl"), "--hours"]
+    monkeypatch.setattr(sys, "argv", [*words, "3"])
+    with pytest.raises(SystemExit, match="git checkout products-last"):
+        main()
+
+
+@pytest.mark.parametrize(
+    ("command", "shown"),
+    [
+        ("rival", "verdict: equal"),
+        ("collapse", "13 of 13 cells; hardest: one-scale"),
+        ("kinds", "KIND_WEIGHTS: fprop 1"),
+    ],
+)
+def test_committed_rows_are_printed(
+    command: str,
+    shown: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["compare", command, "--hours", "0"])
+    main()
+    assert shown in capsys.readouterr().out
