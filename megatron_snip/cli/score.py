@@ -162,7 +162,9 @@ def _print(scores: Sequence[Score]) -> None:
     losses = column([score.quality_loss for score in scores], SOLVER_NOISE)
     snips = column([score.snip for score in scores], SOLVER_NOISE)
     for score, loss, snip in zip(scores, losses, snips, strict=True):
-        rule = "-" if score.rule is None else f"{quality(score.rule[1])} {score.rule[0]}"
+        rule = (
+            "-" if score.rule is None else f"{quality(score.rule.quality_loss)} {score.rule.policy}"
+        )
         table.add_row(
             label(score.name), percent(score.share), loss, snip, rule, percent(score.between)
         )

@@ -11,8 +11,7 @@ The file, schema version 1:
 A linear of a problem takes the first entry whose glob matches its name. Seconds are measured at
 `tokens` tokens (the entry's, else the table's), for 6 * tokens * out_features * in_features FLOPs;
 they are scaled to the linear's own FLOPs, so that a problem may count FLOPs for one token or for a
-batch. An option with more than one format takes `mixed_s` seconds beside its GEMMs: Transformer
-Engine then does not fuse the norm with quantizing, and does not swizzle scales in advance.
+batch. An option with more than one format takes `mixed_s` seconds beside its GEMMs.
 """
 
 from collections import defaultdict
@@ -108,9 +107,12 @@ class CalibrationTable(BaseModel):
                 "with megatron-snip calibrate"
             )
         measured = sum(entry.seconds[option[gemm]][gemm.value] for gemm in Gemm)
+        # Under several formats Transformer Engine does not fuse the norm with quantizing, and does
+        # not swizzle scales in advance.
         if len(set(option.formats)) > 1:
             measured += entry.mixed_s
         tokens = entry.tokens or self.tokens
+        # 6: three GEMMs of a multiplication and an addition for each of tokens x N x K.
         return measured * flops / (6.0 * tokens * entry.out_features * entry.in_features)
 
     def slowest_stage(self, linears: Mapping[str, Option], stage_and_flops: StageAndFlops) -> float:

@@ -28,6 +28,7 @@ from megatron_snip.planning.ties import merged
 from megatron_snip.types import glob_matches, has_wildcards
 
 _RELATIVE = 1e-9
+"""Of differences between this file's sums of doubles and the planner's exact ones."""
 _UNLISTED_BF16 = OptionCost(quality_loss=0.0, saving=0.0)
 
 
@@ -193,6 +194,7 @@ def _check_efficiency(
         yield f"efficiency {found} is below the target {target}"
     if abs(found - plan.efficiency) > _RELATIVE:
         yield f"efficiency {plan.efficiency} is not that of the assignment"
+    # Not strict: another number of stages is a fault of its own, above.
     for stage, (members, claimed) in enumerate(zip(stages, plan.stages, strict=False)):
         if abs(_efficiency(members) - claimed) > _RELATIVE:
             yield f"efficiency {claimed} of stage {stage} is not that of the assignment"

@@ -1,9 +1,7 @@
 """Constraints on a plan by name, and the minimization task that they define.
 
 Every constraint has a label, so that an infeasible problem is reported with constraints that
-conflict. A deletion filter finds them: each label is dropped in turn, and stays dropped if the
-rest is still infeasible. Feasibility is exact and needs no solver: it is checked with every linear
-at its largest gain (`option_table.py` defines gains).
+conflict. Feasibility is exact and needs no solver (`option_table.py` defines gains).
 """
 
 import math
@@ -146,11 +144,12 @@ class Constraints:
         on = set(self.labels if active is None else active)
         by_stage = self.balance == "stage"
         max_gains = self.table.stage_max_gains if by_stage else (self.table.max_gain,)
+        # A target that is a plan's own efficiency must accept that plan, whatever the last digit.
         share = max(Fraction(0), as_fraction(self.target) - NOISE)
         floors = [Fraction(0)] * len(max_gains)
         for label, stage in self.targets.items():
             if label in on:
-                group = stage or 0
+                group = 0 if stage is None else stage  # the model is the only group
                 floors[group] = share * max_gains[group]
         return Task(self.table, self.cost, self._allowed(on), by_stage, tuple(floors))
 
@@ -181,9 +180,10 @@ class Constraints:
         # the deletion filter needs every subset of the constraints to leave at least as much.
         for choice in pinned.values():
             allowed = allowed | (choice & fixable)
+        # Pins intersect, so that two options for one linear leave it none: a conflict with labels.
         for label in pinned.keys() & on:
             is_free = (self.fixed[label] < 0)[:, None]
-            allowed = allowed & (is_free | pinned[label])  # two options for a linear leave it none
+            allowed = allowed & (is_free | pinned[label])
         return allowed
 
     def _infeasible(self) -> InfeasiblePlanError:
@@ -212,6 +212,7 @@ class Constraints:
     def _conflicting(self) -> tuple[str, ...]:
         """Return labels that conflict; without any one of them the others are feasible."""
         conflicts = self.labels
+        # A deletion filter: a label without which the others still conflict is dropped for good.
         for label in self.labels:
             rest = tuple(other for other in conflicts if other != label)
             if assignment_of_most_gain(self.task(rest)) is None:
@@ -233,6 +234,7 @@ def assignment_of_most_gain(task: Task) -> Ints | None:
     """Return the [n] columns of most gain, at the least cost; None if the task is infeasible."""
     if not task.allowed.any(axis=1).all():
         return None
+    # The floors are lower bounds on sums of gains: if the largest gains miss one, all others do.
     columns = columns_of_most_gain(task)
     return columns if task.holds(columns) else None
 
@@ -289,6 +291,8 @@ def changes(table: OptionTable, previous: Ints | None) -> Floats:
     """Return [n, k], 1 where a column differs from an available option of the previous plan."""
     if previous is None:
         return np.zeros(table.losses.shape)
+    # A linear that cannot keep its option changes under every plan: its change has no price. (-1
+    # indexes the last column here; the first condition rules that out.)
     is_available = (previous >= 0) & table.available[table.rows, previous]
     differs = np.arange(table.losses.shape[1]) != previous[:, None]
     changed: Floats = (is_available[:, None] & differs).astype(np.float64)
@@ -299,7 +303,7 @@ def _pin(
     table: OptionTable, ties: Sequence[Sequence[str]], glob: str, option: str
 ) -> tuple[str, Ints]:
     label = f"pin {glob}={option}"
-    group_of = {names[0]: names for names in ties}
+    group_of = {names[0]: names for names in ties}  # the table has a group's first linear only
 
     def is_pinned(name: str) -> bool:
         return any(glob_matches(each, glob) for each in group_of.get(name, (name,)))
@@ -319,7 +323,9 @@ def fixed_columns(table: OptionTable, label: str, rows: Mask, option: str) -> In
         UsageError: if a row has no such option.
     """
     columns = table.columns_of([str(parse_option(option))] * len(rows))
-    for row in np.flatnonzero(rows & (columns < 0)).tolist():
+    without_option = np.flatnonzero(rows & (columns < 0))
+    if len(without_option):
+        row = int(without_option[0])
         raise UsageError(
             f"{label}: '{option}' is not an option of '{table.names[row]}' "
             f"({', '.join(table.options(row))})"

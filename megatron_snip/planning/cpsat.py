@@ -4,24 +4,15 @@ A group is a set of linears with equal costs and coefficients. x[g, j] is the nu
 group g that take option j:
 
     minimize   sum cost[g, j] x[g, j]
-    s.t.       sum_j x[g, j] = size[g]                            for every group g
-               sum coefficient[r, g, j] x[g, j] >= threshold[r]   for every row r
+    s.t.       sum_j x[g, j] = size[g]         for every group g
+               sum gain[g, j] x[g, j] >= floor
 
-Most groups hold one linear, and x is Boolean there. Counting equal linears removes the symmetry
-that would keep the solver from proving an optimum among ties.
-
-CP-SAT works with integers. Rows have integers already (`option_table.py`); costs are scaled here:
-
-    cost is replaced by round((cost - least cost of its linear) / u)
-    u = (sum over linears of greatest - least cost) / 2^48
-
-The true cost of an assignment differs from u * (integer cost) + const by at most
-`error` = n * u / 2 + the rounding of doubles. If a unit divides all costs, it is u, and only the
-rounding of doubles remains. The returned bound is lowered by `error`.
+Most groups hold one linear, and x is Boolean there. CP-SAT works with integers. Gains are integers
+already (`option_table.py`); costs are scaled here (`IntegerCosts`).
 """
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -43,14 +34,15 @@ class Core:
         starts: Where the choices of each of the m linears start, [m + 1]: choices
             starts[i] .. starts[i+1]-1 belong to linear i.
         cost: Cost of every choice, [c].
-        rows: Constraints: the coefficients of the choices ([c], int64), and the least sum that the
-            chosen ones must have.
+        gains: Integer gain of every choice, [c].
+        floor: The least sum of the chosen gains.
         hint: A choice for each linear to start from, [m] (an index into choices).
     """
 
     starts: Ints
     cost: Floats
-    rows: tuple[tuple[Ints, int], ...]
+    gains: Ints
+    floor: int
     hint: Ints
 
     def choices(self, linear: int) -> range:
@@ -99,8 +91,10 @@ def solve_core(core: Core, effort: Effort) -> CoreSolution:
     # Not at the top: every rank imports the policies, and only the solver's process solves.
     from ortools.sat.python import cp_model
 
+    # One variable counts equal linears: that removes the symmetry which would keep the solver from
+    # proving an optimum among many equal assignments.
     groups = _groups(core)
-    integers, unit, base, error = _integer_costs(core)
+    costs = _integer_costs(core)
     model = cp_model.CpModel()
     variables: dict[int, Any] = {}
     for members in groups:  # the variables are those of the group's first linear
@@ -120,26 +114,25 @@ def solve_core(core: Core, effort: Effort) -> CoreSolution:
         terms = [variables[choice] for choice in used]
         return cp_model.LinearExpr.weighted_sum(terms, weights[used].tolist())
 
-    for coefficients, threshold in core.rows:
-        model.add(weighted(coefficients) >= threshold)
-    model.minimize(weighted(integers))
+    model.add(weighted(core.gains) >= core.floor)
+    model.minimize(weighted(costs.integers))
     for members in groups:
         hinted = [int(core.hint[linear] - core.starts[linear]) for linear in members]
         for option, choice in enumerate(core.choices(members[0])):
             model.add_hint(variables[choice], hinted.count(option))
 
-    solver = _solver(effort, unit)
+    solver = _solver(effort, costs.unit)
     status = solver.solve(model)
     used_s = solver.response_proto.deterministic_time
     if status == cp_model.INFEASIBLE:
         return CoreSolution(None, np.inf, True, used_s)
-    bound = base + unit * solver.best_objective_bound - error
+    bound = costs.base + costs.unit * solver.best_objective_bound - costs.error
     if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
         return CoreSolution(None, bound if np.isfinite(bound) else -np.inf, False, used_s)
     counts = {choice: solver.value(variable) for choice, variable in variables.items()}
     chosen = _choices(core, groups, counts)
-    scaled = base + unit * float(integers[chosen].sum())
-    assert abs(scaled - core.cost[chosen].sum()) <= error, (
+    scaled = costs.base + costs.unit * float(costs.integers[chosen].sum())
+    assert abs(scaled - core.cost[chosen].sum()) <= costs.error, (
         "costs differ by more than the bound of the scaling error"
     )
     # CP-SAT also reports OPTIMAL for a search that a gap limit has ended. Costs are integers here:
@@ -151,10 +144,10 @@ def solve_core(core: Core, effort: Effort) -> CoreSolution:
 
 def _groups(core: Core) -> list[list[int]]:
     """Return the linears in groups of equal ones."""
-    groups: dict[tuple[bytes, ...], list[int]] = {}
+    groups: dict[tuple[bytes, bytes], list[int]] = {}
     for linear in range(len(core.starts) - 1):
         own = slice(int(core.starts[linear]), int(core.starts[linear + 1]))
-        key = (core.cost[own].tobytes(), *(row[own].tobytes() for row, _ in core.rows))
+        key = (core.cost[own].tobytes(), core.gains[own].tobytes())
         groups.setdefault(key, []).append(linear)
     return list(groups.values())
 
@@ -180,11 +173,19 @@ def _choices(core: Core, groups: list[list[int]], counts: dict[int, int]) -> Int
     return choices
 
 
-def _integer_costs(core: Core) -> tuple[Ints, float, float, float]:
-    """Return (integers, unit, base, error); the least integer of every linear is 0.
+class IntegerCosts(NamedTuple):
+    """Costs as the solver's integers; the least one of every linear is 0.
 
     The true cost of an assignment is base + unit * (the sum of its integers), up to `error`.
     """
+
+    integers: Ints
+    unit: float
+    base: float
+    error: float
+
+
+def _integer_costs(core: Core) -> IntegerCosts:
     sizes = np.diff(core.starts)
     least = np.minimum.reduceat(core.cost, core.starts[:-1])
     above = core.cost - np.repeat(least, sizes)
@@ -192,20 +193,19 @@ def _integer_costs(core: Core) -> tuple[Ints, float, float, float]:
     base = float(least.sum())
     rounding = 1e-15 * float(np.abs(core.cost).sum())
     if total < _LEAST_TOTAL:
-        return np.zeros(len(above), dtype=np.int64), 1.0, base, rounding + total
+        zeros = np.zeros(len(above), dtype=np.int64)
+        return IntegerCosts(zeros, unit=1.0, base=base, error=rounding + total)
     unit = _common_unit(core.cost)
     error = rounding
     if unit is None:
         unit = total / _COST_SUM
-        error = len(sizes) * unit / 2 + rounding
-    return np.rint(above / unit).astype(np.int64), unit, base, error
+        error += len(sizes) * unit / 2  # each linear's integer is off by half a unit at most
+    return IntegerCosts(np.rint(above / unit).astype(np.int64), unit, base, error)
 
 
 def _common_unit(values: Floats) -> float | None:
-    """Return a number that divides all values, if they are few and simple enough.
-
-    CP-SAT then sees small integers, whose bounds it can round up.
-    """
+    """Return a number that divides all values, if they are few and simple enough."""
+    # CP-SAT then has small integers, whose bounds it can round up.
     distinct = np.unique(values)
     if len(distinct) > _MAX_DISTINCT:
         return None
@@ -223,6 +223,7 @@ def _solver(effort: Effort, unit: float) -> Any:
     solver.parameters.max_time_in_seconds = max(effort.seconds, 0.0)
     solver.parameters.max_deterministic_time = effort.deterministic_s
     solver.parameters.absolute_gap_limit = max(effort.absolute_gap / unit, 0.0)
+    # The costs are shifted by `base` and scaled, so a gap relative to them means nothing.
     solver.parameters.relative_gap_limit = 0.0
     # OR-Tools 9.15 proves wrong optima if presolve merges at-most-ones with linear rows that have
     # large coefficients (google/or-tools issue 5293). Without the merging, optima are right, and

@@ -71,13 +71,16 @@ def fixed_pins(
     covered: set[str] = set()
     for glob, option in given:
         matching = [name for name in names if glob_matches(name, glob)]
+        # `_pinned` may have left out a linear of the glob (it cannot run the option). Then the
+        # others are written below, by layer or by name.
         if all(ruled.get(name) == option for name in matching):
             pins.append((glob, str(option)))
             covered.update(matching)
     for name in names:
         if name not in ruled or name in covered:
             continue
-        # One pin for a layer that is fixed as one, as first and last layers are.
+        # One pin for a layer that is fixed as one, as first and last layers are: every plan of the
+        # run checks and lists these pins, and a large model has thousands of linears.
         block, layer, _ = split_linear_name(name)
         glob = f"{block}.layers.{layer}.*"
         members = [other for other in names if glob_matches(other, glob)]

@@ -8,12 +8,9 @@ With a price on the gain the linears are independent, and each takes its cheapes
 
     L(price) = sum_l min_j [ cost[l, j] - price gain[l, j] ] + price floor,    price >= 0
 
-L never exceeds the optimum, and its maximum equals the bound of the linear relaxation. It is found
-by secants. L is the lower envelope of lines (one per assignment). The crossing of a line from below
-the floor with a line from above is the next price, until no line is lower at the crossing. This
-ends after finitely many steps (about ten), exactly at the maximum.
-
-Numbers are doubles; the bound has an allowance for rounding errors and is safe.
+L never exceeds the optimum, and its maximum equals the bound of the linear relaxation. L is the
+lower envelope of lines, one per assignment, so secants find the maximum exactly, after about ten
+steps. Numbers are doubles; the bound has an allowance for rounding errors and is safe.
 """
 
 import math
@@ -25,7 +22,7 @@ import numpy as np
 from megatron_snip.planning.constraints import Task
 from megatron_snip.planning.option_table import Floats, Ints, Mask
 
-_MAX_SECANTS = 200
+_MAX_SECANTS = 200  # finitely many are enough in exact numbers; this ends a cycle by rounding
 _ROUNDING = 16 * np.finfo(np.float64).eps
 
 
@@ -69,11 +66,9 @@ class ChoiceSet:
         return not uses_dropped and self.missing(columns) <= 0
 
     def without_unusable(self, columns: Ints) -> Ints:
-        """Replace dropped choices by the cheapest ones with as much gain.
-
-        Where there is none, the result does not hold.
-        """
+        """Replace dropped choices by the cheapest ones with as much gain, where there is one."""
         dropped = ~np.isfinite(self.cost[self.rows, columns])
+        # argmin of a row without one (all inf) is column 0; the caller asks `holds`.
         suits = np.isfinite(self.cost) & (self.gains >= self.gains_of(columns)[:, None])
         best: Ints = np.where(suits, self.cost, np.inf).argmin(axis=1)
         return np.where(dropped, best, columns)
@@ -149,7 +144,8 @@ def maximize(choices: ChoiceSet) -> Dual:
 
 def _best_price(choices: ChoiceSet) -> tuple[float, Ints, Ints]:
     """Return the price of the dual's maximum, and assignments below and above the floor."""
-    # The columns of least cost (then most gain), and of most gain (then least cost).
+    # The ends between which the price lies: the columns of least cost (then most gain), at price 0,
+    # and of most gain (then least cost), at a price without limit.
     cost = choices.cost
     gain = np.where(np.isfinite(cost), choices.gains.astype(np.float64), -np.inf)
     cheap = np.where(cost == cost.min(axis=1, keepdims=True), gain, -np.inf)
@@ -157,16 +153,19 @@ def _best_price(choices: ChoiceSet) -> tuple[float, Ints, Ints]:
     below = cheap.argmax(axis=1)
     above = rich.argmin(axis=1)
     low_cost, low_gain = _line(choices, below)
-    if low_gain >= choices.floor:
+    if low_gain >= choices.floor:  # the cheapest assignment needs no price
         return 0.0, below, below
     high_cost, high_gain = _line(choices, above)
     price = 0.0
     for _ in range(_MAX_SECANTS):
         if high_gain <= low_gain:
             break
+        # The maximum lies between a line that rises with the price (it misses the floor) and one
+        # that falls. Where they cross is the next price.
         price = max(0.0, (high_cost - low_cost) / (high_gain - low_gain))
         columns = (choices.cost - price * choices.gains).argmin(axis=1)
         new_cost, new_gain = _line(choices, columns)
+        # No assignment is cheaper at the crossing than the two lines: it is the maximum.
         gap = (low_cost - price * low_gain) - (new_cost - price * new_gain)
         # A line that is lower at the crossing only by rounding is the crossing itself.
         if gap <= _ROUNDING * (abs(low_cost) + abs(price * low_gain) + abs(high_cost)):

@@ -12,8 +12,7 @@ FLOPs in the lowest precision.
     max_gain = flops               gain = flops * saving
 
 `time`: seconds saved as a share of the seconds that can be saved, from a measured table. `slowest`
-and `fastest` are over all options that the problem lists for the linear, also those that no plan
-may use because their quality loss is null:
+and `fastest` are over all options that the problem lists for the linear:
 
     max_gain = slowest - fastest   gain = slowest - seconds
 
@@ -91,6 +90,7 @@ def choose_unit(values: Iterable[Fraction], largest_sum: Fraction) -> tuple[Frac
     unit = Fraction(0)
     for value in values:  # the greatest common divisor of fractions
         denominator = math.lcm(unit.denominator, value.denominator)
+        # Bounds the arithmetic: a double's denominator can be 2^1074.
         if denominator > _MAX_UNIT_DENOMINATOR:
             return largest_sum / MAX_SUM, False
         numerator = math.gcd(int(unit * denominator), int(value * denominator))
@@ -271,6 +271,8 @@ class OptionTable:
             integers = np.zeros((len(self.classes), self.listed.shape[1]), dtype=np.int64)
             for index in used:
                 gains = self.classes[index].gains
+                # Up, like the floor: a sum of parts rounded up is at least their sum rounded up, so
+                # no assignment that reaches the floor is lost.
                 integers[index, : len(gains)] = [math.ceil(gain / unit) for gain in gains]
             coefficients[rows] = integers[self.class_of[rows]]
             units.append(unit)
@@ -302,6 +304,7 @@ def make_table(problem: PlanningProblem, measure: EfficiencyMeasure) -> OptionTa
     num_listed = np.array([each.num_listed for each in classes])[class_of]
     num_columns = np.array([len(each.options) for each in classes])[class_of]
     listed = columns < num_listed[:, None]
+    # The 0 stays for an unlisted bf16 alone: the losses of listed options replace the others.
     losses = np.where(columns < num_columns[:, None], 0.0, np.nan)
     for row, linear in enumerate(problem.linears):
         own = [option.quality_loss for option in linear.options.values()]
@@ -335,6 +338,8 @@ def _work_class(linear: LinearChoices, measure: EfficiencyMeasure) -> WorkClass:
             gains.append(Fraction(0))
     else:
         seconds = [_seconds(linear, name) for name in options]
+        # Also of forbidden options: what a linear can save is a fact of the machine. Else an option
+        # whose quality loss could not be measured would change what the target means.
         slowest = max(seconds)
         max_gain = slowest - min(seconds)
         gains = [slowest - taken for taken in seconds]

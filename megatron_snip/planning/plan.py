@@ -195,10 +195,8 @@ def assigned_plan(
 
 
 def without_objective(plan: PrecisionPlan) -> PrecisionPlan:
-    """Return the plan of a problem without measurements: its quality loss is not known.
-
-    That of BF16 in all linears is known: it is 0.
-    """
+    """Return the plan of a problem without measurements: its quality loss is not known."""
+    # That of BF16 in all linears is known: it is 0.
     if set(plan.linears.values()) == {BF16}:
         return plan
     return plan.model_copy(update={"objective": None, "bound": None})
@@ -210,7 +208,7 @@ def format_shares(
     """Return the share of the linears' FLOPs in each format, lowest precision first."""
     flops: dict[str, float] = {}
     for name, (_, linear_flops) in stage_and_flops.items():
-        for fmt in linears[name].formats:
+        for fmt in linears[name].formats:  # the three GEMMs have 2 M N K FLOPs each
             flops[fmt] = flops.get(fmt, 0.0) + linear_flops / 3
     total = sum(flops.values())
     names = sorted(flops, key=lambda fmt: get_format(fmt).bits)

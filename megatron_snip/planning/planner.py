@@ -49,7 +49,7 @@ def make_plan(
     start = time.monotonic()
     if previous is not None:
         previous.check_against(problem.names)
-    # Tied linears (ties.py: they must have the same option) are one linear until `spread`.
+    # Tied linears (they must have the same option) are one row of the table, until `spread`.
     merged_problem = merged(problem)
     policy = get_policy(settings.policy, merged_problem)
     table = make_table(merged_problem, settings.cost)
@@ -86,6 +86,7 @@ def make_plan(
         linears=linears,
         digest=assignment_digest(linears),
     )
+    # Also what a plugin's policy and the solver made: nothing else checks it before it trains.
     faults = find_violations(plan, problem, settings, policy.heeds_target)
     if faults:
         raise PlanningError(f"policy '{settings.policy}' made an invalid plan: {faults[0]}")
@@ -98,10 +99,7 @@ def frontier(
     targets: Sequence[float],
     progress: Callable[[float], object] = lambda share: None,
 ) -> dict[float, PrecisionPlan | None]:
-    """Plan at every target, from the highest down.
-
-    An assignment that reaches a target reaches every lower one. So with policy `snip` each plan is
-    a feasible hint for the next, and a lower target never has a higher quality loss.
+    """Plan at every target. With policy `snip` a lower target never has a higher quality loss.
 
     Args:
         problem: The linears and their options; the problem's own target is ignored.
@@ -119,6 +117,8 @@ def frontier(
     """
     plans: dict[float, PrecisionPlan | None] = dict.fromkeys(sorted(targets))
     previous = None
+    # From the highest target down: an assignment that reaches a target reaches every lower one. So
+    # each plan is a feasible hint for the next.
     for num_done, target in enumerate(reversed(plans)):
         progress(num_done / len(plans))
         own = settings.model_copy(update={"target": target, "change_penalty": 0.0})

@@ -159,6 +159,7 @@ def lowered_in(order: Order) -> Decide:
     """
 
     def gemm_order(request: Request, task: Task) -> list[Item]:
+        # A linear's GEMMs follow each other, so at most one linear of a stage is lowered in part.
         return _items(order(request, task))
 
     return gemms_lowered_in(gemm_order)
@@ -171,6 +172,7 @@ def gemms_lowered_in(order: Callable[[Request, Task], list[Item]]) -> Decide:
         task = request.constraints.checked_task()
         start = columns_of_least_gain(task)
         steps = _steps(task, start, order(request, task))
+        # Such policies do not minimize the loss; the bound shows how much `snip` can win at most.
         return Solution(apply_needed(task, start, steps), "feasible", lower_bound(task))
 
     return decide
@@ -195,6 +197,7 @@ def _steps(task: Task, start: Ints, items: Iterable[Item]) -> Iterator[tuple[int
         column = {name: k for k, name in enumerate(names)}.get(str(lowered[row]))
         if column is None:
             continue
+        # An option with more GEMMs lowered need not gain: it may be no faster (cost `time`).
         if task.allowed[row, column] and gains[row, column] > gains[row, columns[row]]:
             columns[row] = column
             yield row, column
@@ -216,7 +219,7 @@ def apply_needed(task: Task, start: Ints, steps: Iterable[tuple[int, int]]) -> I
     missing = floors.missing(columns)
     for row, column in steps:
         group = floors.group[row]
-        if missing[group] > 0:
+        if missing[group] > 0:  # another stage may still lack something: no early end
             missing[group] -= floors.gains[row, column] - floors.gains[row, columns[row]]
             columns[row] = column
     return columns
@@ -234,7 +237,7 @@ def _snip(request: Request) -> Solution:
     if hint is None or not task.holds(hint):
         return found
     if task.cost_of(hint) <= task.cost_of(found.columns):
-        return replace(found, columns=hint)  # ties do not change the plan
+        return replace(found, columns=hint)  # an equal plan is no reason to change a linear
     return found
 
 
@@ -387,6 +390,7 @@ def _error_threshold(request: Request, task: Task) -> list[Item]:
             for operand in GEMM_OPERANDS[gemm]:
                 error, own = SQUARES[operand]
                 error_square = request.statistic(row, f"{option[gemm]}.{error}")
+                # A tensor of zeros has no error either: 0 / 1.
                 relative = error_square / (request.statistic(row, own) or 1.0)
                 errors[row, gemm] = max(errors[row, gemm], relative)
     return sorted(errors, key=errors.__getitem__)
@@ -415,7 +419,7 @@ def _uniform_columns(table: OptionTable, label: str, rows: Mask, option: str) ->
         UsageError: if no row has the option.
     """
     has_option = table.columns_of([option] * len(rows)) >= 0
-    if not has_option.any():
+    if not has_option.any():  # no linear has it: a mistake in the policy's name, reported there
         return fixed_columns(table, label, rows, option)
     options = [option] * len(rows)
     for row in np.flatnonzero(~has_option).tolist():
@@ -437,9 +441,24 @@ POLICIES: dict[str, Policy] = {
         Policy("last-blocks", lowered_in(_last_blocks)),
         Policy("grads-first", gemms_lowered_in(_grads_first), granularity="gemm"),
         Policy("norms", lowered_in(_by_score("norms", per_gain=True)), needs_statistics=True),
-        Policy("norms-gemm", gemms_lowered_in(_norms_gemm), True, "gemm"),
-        Policy("norms-kinds", gemms_lowered_in(_norms_kinds), True, "gemm"),
-        Policy("error-threshold", gemms_lowered_in(_error_threshold), True, "any"),
+        Policy(
+            "norms-gemm",
+            gemms_lowered_in(_norms_gemm),
+            needs_statistics=True,
+            granularity="gemm",
+        ),
+        Policy(
+            "norms-kinds",
+            gemms_lowered_in(_norms_kinds),
+            needs_statistics=True,
+            granularity="gemm",
+        ),
+        Policy(
+            "error-threshold",
+            gemms_lowered_in(_error_threshold),
+            needs_statistics=True,
+            granularity="any",
+        ),
     )
 }
 """Every policy by name, except `uniform-OPTION`, which is made from its option."""

@@ -203,10 +203,9 @@ class PlanningProblem(BaseModel):
         return {"version": self.version, **self.model_dump(mode="json", exclude_defaults=True)}
 
     def json_lines(self) -> Iterator[str]:
-        """Yield the JSON object of the file in pieces, one linear each.
-
-        So the interpreter lock is never held for long, however large the problem is.
-        """
+        """Yield the JSON object of the file in pieces, one linear each; `to_dict` has the same."""
+        # `model_dump_json` of the model would hold the interpreter lock until it is done, and with
+        # it the training thread, beside which the solver's thread sends a request.
         head = f'"version": {self.version}, "target": {json.dumps(self.target)}, '
         if self.stage_layers is not None:
             head += f'"stage_layers": {self.stage_layers.model_dump_json()}, '

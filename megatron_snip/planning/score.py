@@ -10,7 +10,7 @@ import logging
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from megatron_snip.errors import InfeasiblePlanError, UsageError
 from megatron_snip.log import log_failure, warn_once
@@ -27,6 +27,20 @@ NUM_SHOWN = 3
 """Linears that are named of each kind."""
 
 _BF16_COST = OptionCost(quality_loss=0.0, saving=0.0)
+
+
+class Rule(NamedTuple):
+    """A policy without measurements, and the quality loss of its plan."""
+
+    policy: str
+    quality_loss: float
+
+
+class Ends(NamedTuple):
+    """The costs of a linear's lowest and highest option, of those that were measured."""
+
+    lowest: OptionCost
+    highest: OptionCost
 
 
 @dataclass(frozen=True)
@@ -56,8 +70,8 @@ class Score:
         quality_loss: sum over linears; None if an option of it was not measured.
         unmeasured: linears with an option that the problem has no number for, as `NAME: OPTION`.
         snip: quality loss of SNIP's plan with at least this share; None if there is none.
-        rule: the best policy that needs no measurements, and the quality loss of its plan with at
-            least this share; None if no policy makes one.
+        rule: the best policy that needs no measurements, with its plan of at least this share; None
+            if no policy makes one.
         between: where the quality loss stands between that of all linears high (0) and all low (1);
             None if these are equal.
         costly: linears that are low and cost most.
@@ -70,17 +84,16 @@ class Score:
     quality_loss: float | None
     unmeasured: tuple[str, ...]
     snip: float | None
-    rule: tuple[str, float] | None
+    rule: Rule | None
     between: float | None
     costly: tuple[Choice, ...]
     idle: tuple[Choice, ...]
 
     def to_dict(self) -> dict[str, Any]:
         """Return the JSON object of `megatron-snip score --json`."""
-        rule = None if self.rule is None else {"policy": self.rule[0], "quality_loss": self.rule[1]}
         return {
             **vars(self),
-            "rule": rule,
+            "rule": None if self.rule is None else self.rule._asdict(),
             "unmeasured": list(self.unmeasured),
             "costly": [vars(choice) for choice in self.costly],
             "idle": [vars(choice) for choice in self.idle],
@@ -100,7 +113,7 @@ class Scorer:
         self._total = math.fsum(row.flops for row in problem.linears)
         self._ends = {row.name: _ends(row) for row in problem.linears}
         self._snip: dict[float, float | None] = {}
-        self._rules: dict[float, tuple[str, float] | None] = {}
+        self._rules: dict[float, Rule | None] = {}
 
     def score(self, name: str, linears: Mapping[str, Option]) -> Score:
         """Return the score of a recipe.
@@ -118,7 +131,7 @@ class Scorer:
         losses: list[float] = []
         saved: list[float] = []
         unmeasured = []
-        low: list[tuple[float, Choice]] = []
+        low: list[tuple[float, Choice]] = []  # with what to sort by
         high: list[tuple[float, Choice]] = []
         for row in self.problem.linears:
             option = str(linears[row.name])
@@ -128,30 +141,30 @@ class Scorer:
                 continue
             losses.append(cost.quality_loss)
             saved.append(cost.saving * row.flops)
-            lowest, highest = self._ends[row.name]
-            if lowest is None or highest is None or lowest.saving == highest.saving:
-                continue
-            assert lowest.quality_loss is not None and highest.quality_loss is not None
-            difference = lowest.quality_loss - highest.quality_loss
+            ends = self._ends[row.name]
+            if ends is None or ends.lowest.saving == ends.highest.saving:
+                continue  # nothing to choose between
+            lowest, highest = map(_loss, ends)
+            difference = lowest - highest
             choice = Choice(row.name, option, difference, self._share(row.flops))
-            if cost.saving > highest.saving:
-                low.append((cost.quality_loss - highest.quality_loss, choice))
-            else:
+            if cost.saving > ends.highest.saving:
+                low.append((cost.quality_loss - highest, choice))
+            else:  # what lowering it would cost, per FLOP that it would save
                 high.append((difference / row.flops if row.flops else math.inf, choice))
         share = self._share(math.fsum(saved))
         loss = None if unmeasured else math.fsum(losses)
         low.sort(key=lambda found: -found[0])
         high.sort(key=lambda found: found[0])
         return Score(
-            name,
-            share,
-            loss,
-            tuple(unmeasured),
-            self._snip_at(share),
-            self._rule_at(share),
-            None if loss is None else self._between(loss),
-            tuple(choice for _, choice in low[:NUM_SHOWN]),
-            tuple(choice for _, choice in high[:NUM_SHOWN]),
+            name=name,
+            share=share,
+            quality_loss=loss,
+            unmeasured=tuple(unmeasured),
+            snip=self._snip_at(share),
+            rule=self._rule_at(share),
+            between=None if loss is None else self._between(loss),
+            costly=tuple(choice for _, choice in low[:NUM_SHOWN]),
+            idle=tuple(choice for _, choice in high[:NUM_SHOWN]),
         )
 
     def policy(self, name: str, target: float) -> dict[str, Option]:
@@ -178,11 +191,9 @@ class Scorer:
         return flops / self._total if self._total else 0.0
 
     def _between(self, loss: float) -> float | None:
-        losses = []
-        for end in (0, 1):
-            ends = [self._ends[row.name][end] for row in self.problem.linears]
-            losses.append(math.fsum(each.quality_loss or 0.0 for each in ends if each is not None))
-        lowest, highest = losses
+        known = [ends for ends in self._ends.values() if ends is not None]
+        lowest = math.fsum(_loss(ends.lowest) for ends in known)
+        highest = math.fsum(_loss(ends.highest) for ends in known)
         return None if lowest == highest else (loss - highest) / (lowest - highest)
 
     def _snip_at(self, share: float) -> float | None:
@@ -190,10 +201,11 @@ class Scorer:
             self._snip[share] = self._loss_of("snip", share)
         return self._snip[share]
 
-    def _rule_at(self, share: float) -> tuple[str, float] | None:
+    def _rule_at(self, share: float) -> Rule | None:
         if share not in self._rules:
             found = []
             for policy in POLICIES.values():
+                # A random order is no rule: the best of its seeds would say nothing.
                 if policy.needs_statistics or policy.name.startswith("random"):
                     continue
                 try:
@@ -204,15 +216,16 @@ class Scorer:
                     warn_once(logger, f"{what} is no rule to compare with: {reason}")
                     continue
                 if loss is not None:
-                    found.append((loss, policy.name))
-            best = min(found, default=None)
-            self._rules[share] = None if best is None else (best[1], best[0])
+                    found.append(Rule(policy.name, loss))
+            # Of equal losses the first name, so that the order of plugins does not matter.
+            best = min(found, key=lambda rule: (rule.quality_loss, rule.policy), default=None)
+            self._rules[share] = best
         return self._rules[share]
 
     def _loss_of(self, policy: str, share: float) -> float | None:
         """Return the quality loss of a policy's plan with a share; None if it makes none."""
         try:
-            target = min(share, 1.0)
+            target = min(share, 1.0)  # a sum of doubles can be a little above 1
             plan = make_plan(self.problem, PlanSettings(policy=policy, target=target))
         except (InfeasiblePlanError, UsageError):  # its options do not fit, or do not reach it
             return None
@@ -229,6 +242,7 @@ def last_blocks(names: Iterable[str], share: float) -> Callable[[str], bool]:
         share: the share of the decoder's layers, rounded up to complete layers.
     """
     layers = _decoder_layers(names)
+    # 0.15 of 20 layers are 3, and not the 4 that 3.0000000000000004 would be rounded up to.
     first = len(layers) - math.ceil(share * len(layers) - 1e-9)
     kept = set(layers[first:])
     return lambda name: _layer(name) in kept or name.startswith("mtp.")
@@ -264,21 +278,20 @@ def _cost(row: LinearChoices, option: str) -> OptionCost | None:
 
 def _lowest(row: LinearChoices) -> str:
     """Return the option of a linear with the largest saving, and of these the cheapest."""
-    return min(
-        row.options,
-        key=lambda name: (-row.options[name].saving, _or_infinite(row.options[name].quality_loss)),
+    return min(row.options, key=lambda name: (-row.options[name].saving, _loss(row.options[name])))
+
+
+def _ends(row: LinearChoices) -> Ends | None:
+    """Return the ends of a linear; None if no option of it was measured."""
+    known = [cost for cost in row.options.values() if cost.quality_loss is not None]
+    if not known:
+        return None
+    return Ends(
+        lowest=min(known, key=lambda cost: (-cost.saving, _loss(cost))),
+        highest=min(known, key=lambda cost: (cost.saving, _loss(cost))),
     )
 
 
-def _ends(row: LinearChoices) -> tuple[OptionCost | None, OptionCost | None]:
-    """Return the costs of a linear's lowest and highest option that were measured."""
-    known = [cost for cost in row.options.values() if cost.quality_loss is not None]
-    if not known:
-        return None, None
-    lowest = min(known, key=lambda cost: (-cost.saving, _or_infinite(cost.quality_loss)))
-    highest = min(known, key=lambda cost: (cost.saving, _or_infinite(cost.quality_loss)))
-    return lowest, highest
-
-
-def _or_infinite(loss: float | None) -> float:
-    return math.inf if loss is None else loss
+def _loss(cost: OptionCost) -> float:
+    """Return an option's quality loss; infinite if it was not measured."""
+    return math.inf if cost.quality_loss is None else cost.quality_loss

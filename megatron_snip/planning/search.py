@@ -96,7 +96,7 @@ def lower_bound(task: Task) -> float:
 def _close_gap(searches: "Sequence[Search]", gap: float, deadline: float) -> None:
     """Improve the searches with the largest gaps until the total gap is small enough."""
     unsolved = [search for search in searches if not search.optimal]
-    for search in sorted(unsolved, key=lambda search: -search.gap):
+    for search in sorted(unsolved, key=lambda search: -search.gap):  # fewest searches to close it
         total = math.fsum(each.best_cost for each in searches)
         excess = math.fsum(each.gap for each in searches) - gap * abs(total)
         if excess <= 0 or time.monotonic() >= deadline:
@@ -135,6 +135,7 @@ class Search:
         self._dual = maximize(choices)
         self.bound = self._dual.bound
         candidates = [choices.without_unusable(start) for start in starts]
+        # Of equal costs the first one stays, so a hint comes before what the dual finds.
         candidates += [self._dual.above, self._dual.below, round_up(choices, self._dual)]
         self.best = min(filter(choices.holds, candidates), key=choices.cost_of)
         self.best_cost = choices.cost_of(self.best)
@@ -174,6 +175,8 @@ class Search:
         """Return the choices ([m, k]) that an assignment better than the incumbent can use."""
         cost = self.choices.cost
         least = self.choices.cost.min(axis=1)
+        # bound + reduced cost is a lower bound on every assignment with the choice: above the
+        # incumbent's cost, the choice is in no better one.
         open_ = np.isfinite(cost) & (self._dual.reduced <= self.gap + self._tolerance)
         # With all other linears at their cheapest, a choice must not cost more than the incumbent.
         slack = self.best_cost - math.fsum(least) + self._tolerance
@@ -210,7 +213,8 @@ class Search:
         core = Core(
             starts=np.concatenate(([0], np.cumsum(counts[free]))),
             cost=choices.cost[owner, columns],
-            rows=((choices.gains[owner, columns], still_missing),),
+            gains=choices.gains[owner, columns],
+            floor=still_missing,
             hint=number[np.arange(len(free)), self.best[free]],
         )
         answer = solve_core(core, effort)
@@ -223,6 +227,8 @@ class Search:
                 self.best_cost = choices.cost_of(found)
         if is_complete:
             cost_of_fixed = math.fsum(choices.cost[fixed, found[fixed]])
+            # The core's bound holds for assignments of open choices. All others cost no less than
+            # the incumbent, so the smaller of the two bounds every assignment.
             self.bound = max(self.bound, min(self.best_cost, cost_of_fixed + answer.bound))
             self.optimal = answer.proven
         self.optimal = self.optimal or self.gap <= self._tolerance
@@ -237,6 +243,7 @@ class Search:
         others = np.sort(reduced[open_ & ~cheapest])
         if size is None or len(others) <= size:
             return open_
+        # Choices as good as the last one come too, so the part does not depend on their order.
         part: Mask = open_ & ((reduced <= others[size - 1]) | cheapest)
         part[rows, self.best] = True
         return part
@@ -245,11 +252,9 @@ class Search:
 def round_up(choices: ChoiceSet, dual: Dual) -> Ints:
     """Move linears from the dual's `below` to its `above` until the floor is reached.
 
-    At the dual's price equal linears tie, and moving all of them would gain more than is needed.
-    So they are moved one by one, those of largest gain first, as long as a gain is not larger than
-    what is still missing. If something is missing then, one more linear is moved: the one of least
-    gain among those that were too large.
+    Linears of largest gain are moved first, as long as a gain is not larger than what is missing.
     """
+    # At the dual's price equal linears tie, and moving all of them would gain more than is needed.
     columns = dual.below.copy()
     lacking = choices.missing(columns)
     step = choices.gains_of(dual.above) - choices.gains_of(columns)
@@ -262,6 +267,6 @@ def round_up(choices: ChoiceSet, dual: Dual) -> Ints:
             lacking -= int(step[i])
         elif lacking > 0:
             skipped = i  # the last one stays: it gains least
-    if skipped is not None and lacking > 0:
+    if skipped is not None and lacking > 0:  # one move too large is better than a floor missed
         columns[skipped] = dual.above[skipped]
     return columns

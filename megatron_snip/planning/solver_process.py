@@ -84,7 +84,8 @@ class PlanRequest(BaseModel):
 
     def json_pieces(self) -> Iterator[str]:
         """Yield the request's line in pieces, so that no single one holds the interpreter lock."""
-        yield self.model_dump_json(exclude={"problem"})[:-1] + ', "problem": '
+        others = self.model_dump_json(exclude={"problem"})
+        yield others.removesuffix("}") + ', "problem": '
         for line in self.problem.json_lines():
             yield line.replace("\n", "")
         yield "}\n"
@@ -96,21 +97,23 @@ class PlanRequest(BaseModel):
             InfeasiblePlanError, UsageError: what the child found wrong with the request.
             PlanningError: if the child failed in another way, or the line is no valid reply.
         """
+        failure: Exception | None = None
         try:
             value = json.loads(reply)
-            if "error" not in value:
+            if "error" in value:
+                name = str(value["error"])
+                message = str(value["message"])
+                known = _ERRORS.get(name)
+                failure = PlanningError(f"{name}: {message}") if known is None else known(message)
+            else:
                 plan = PrecisionPlan.from_dict(value["plan"])
                 plan.check_against(self.problem.names)
-            else:
-                name, message = str(value["error"]), str(value["message"])
         except (UsageError, ValueError, KeyError, TypeError, RecursionError) as error:
             why = str(error) if isinstance(error, UsageError) else type(error).__name__
             text = f"invalid reply of the solver process ({why}): {reply[:80]!r}"
             raise PlanningError(text) from None
-        if "error" in value:
-            raise _ERRORS.get(name, PlanningError)(
-                message if name in _ERRORS else f"{name}: {message}"
-            )
+        if failure is not None:
+            raise failure  # not within the try, where a UsageError is an invalid reply
         if plan.iteration != self.iteration:
             raise PlanningError(f"the solver process sent the plan of iteration {plan.iteration}")
         return plan
@@ -129,7 +132,9 @@ class SolverProcess:
         self._request: PlanRequest | None = None
         self._answer: Future[PrecisionPlan] = Future()
         self._end = weakref.finalize(self, _kill_in_creator, self._children, os.getpid())
-        with contextlib.suppress(OSError):  # it loads OR-Tools now; `result` reports a failure
+        # Started now, not at the first problem: importing OR-Tools takes seconds on a loaded
+        # machine.
+        with contextlib.suppress(OSError):  # `submit` tries again, and `result` reports a failure
             self._running_child()
 
     def submit(
@@ -146,6 +151,8 @@ class SolverProcess:
         """
         assert self._end.alive, "the solver process is closed"
         if self._request is not None and not self._answer.done():
+            # A solve cannot be interrupted otherwise, and its reply would be read as the next
+            # one's.
             _kill(*self._children)
         self._request = PlanRequest(
             problem=problem, settings=settings, previous=previous, iteration=iteration
@@ -157,10 +164,6 @@ class SolverProcess:
         except (OSError, RuntimeError) as error:  # the machine gives no process, or no thread
             text = f"the solver process cannot be started: {error}"
             self._answer.set_exception(PlanningError(text))
-
-    def ready(self) -> bool:
-        """Whether `result` would return at once. Never blocks."""
-        return self._request is not None and self._answer.done()
 
     def result(self, timeout_s: float) -> PrecisionPlan:
         """Return the plan of the last `submit`; each plan is returned once.
@@ -206,21 +209,19 @@ class SolverProcess:
                 encoding="utf-8",
                 errors="replace",
                 env=worker_environment(),
-                start_new_session=True,
+                start_new_session=True,  # signals to the job's process group are the trainer's
             )
             self._children[:] = [child]  # the pipes of the former one close with their last user
         return self._children[0]
 
 
 def worker_command() -> list[str]:
-    """Return the command that starts the child.
-
-    -P removes the current directory from the child's import path: a user's `types.py` there must
-    not replace the standard library's. A plugin may lie there, or beside the script, so the child
-    looks there last.
-    """
+    """Return the command that starts the child."""
     module = "megatron_snip.planning.solver_process"
+    # A plugin may lie in the current directory or beside the script, so the child looks there last.
     folders = os.pathsep.join(plugin_folders())
+    # -P removes the current directory from the child's import path: a user's `types.py` there must
+    # not replace the standard library's.
     return [sys.executable, "-P", "-m", module, str(os.getpid()), folders, *loaded_plugins()]
 
 
@@ -267,7 +268,8 @@ def _kill(*children: subprocess.Popen[str]) -> None:
 
 
 def _kill_in_creator(children: list[subprocess.Popen[str]], creator: int) -> None:
-    """End the child when the process that made it ends; a forked copy of it does nothing."""
+    """End the child when the process that made it ends."""
+    # A data loader worker made by fork has a copy of the finalizer, and ends earlier.
     if os.getpid() == creator:
         _kill(*children)
 
@@ -305,12 +307,10 @@ def serve(parent: int, folders: Sequence[str], plugins: Sequence[str]) -> None:
 
 
 def _broken_solver() -> str | None:
-    """In the child: return why OR-Tools cannot be imported; None if it can.
-
-    A process of its own imports it first, because a broken library may end the process.
-    """
-    words = [sys.executable, "-P", "-c", "import ortools.sat.python.cp_model"]
-    done = subprocess.run(words, stdin=subprocess.DEVNULL, capture_output=True, text=True)
+    """In the child: return why OR-Tools cannot be imported; None if it can."""
+    # In a process of its own, because a broken library may end the process that imports it.
+    command = [sys.executable, "-P", "-c", "import ortools.sat.python.cp_model"]
+    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True)
     if done.returncode == 0:
         return None
     reason = (done.stderr.strip().splitlines() or [""])[-1]
@@ -326,6 +326,7 @@ def answer(line: str) -> str:
         plan = make_plan(request.problem, request.settings, request.previous, request.iteration)
         reply = {"plan": plan.to_dict()}
     except MemoryError:
+        # The text of a MemoryError is empty.
         reply = {"error": PlanningError.__name__, "message": "the solver process is out of memory"}
     except Exception as error:  # every failure is reported, and training goes on
         log_failure(logger, "solving", error)

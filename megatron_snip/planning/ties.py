@@ -73,6 +73,6 @@ def _sum(costs: Sequence[OptionCost], rows: Sequence[LinearChoices], flops: floa
 
 
 def _total(values: Sequence[float | None]) -> float | None:
-    """Return the sum; None if a value is."""
+    """Return the sum; None if a value is: what one linear cannot run, none of its group can."""
     known = [value for value in values if value is not None]
     return sum(known) if len(known) == len(values) else None

@@ -50,7 +50,7 @@ def test_a_recipe_is_scored_as_brute_force_does(seed: int) -> None:
         assert score.quality_loss == pytest.approx(loss, rel=1e-12)
         best = min(each for found, each in every.values() if found >= share - 1e-12)
         assert score.snip == pytest.approx(best, rel=1e-9)
-        assert score.rule is not None and score.rule[1] >= best - 1e-9
+        assert score.rule is not None and score.rule.quality_loss >= best - 1e-9
         assert score.between == pytest.approx((loss - high) / (low - high), rel=1e-9)
         extra = [
             (row.options["fp4"].quality_loss or 0.0) - (row.options["fp8"].quality_loss or 0.0)
