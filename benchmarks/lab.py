@@ -165,7 +165,7 @@ class Lab:
         settings = MeasureSettings(formats, self.step + 1, seed, names, all_tokens)
         weights, optimizer = self.model.weights(names), self.state.optimizer
         sensitivities = gather_sensitivities(weights, optimizer, topology)
-        observer = StepObserver(settings, topology, sensitivities)
+        observer = StepObserver(settings, topology)
         training = TrainingStep(get_forward_backward_func(), arguments)
         with runtime.training_pass(self.step + 1), runtime.observed_by(observer):
             reports = training.run()

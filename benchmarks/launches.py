@@ -23,11 +23,11 @@ from torch.utils._pytree import tree_leaves
 
 from megatron_snip.formats import get_format
 from megatron_snip.kernels import launch
-from megatron_snip.statistics import fused, observer, row_sums, sample
+from megatron_snip.statistics import fused, observer, rank_sums, sample
 from megatron_snip.statistics.observer import StepObserver
 from megatron_snip.statistics.optimizer_state import Shard, optimizer_shards
 from megatron_snip.statistics.sample import MeasureSettings
-from megatron_snip.statistics.sensitivity import Sensitivity, ShardSums
+from megatron_snip.statistics.sensitivity import ShardSums
 from megatron_snip.topology import LinearKind, Placement, Topology
 
 GPU = torch.device("meta")
@@ -115,20 +115,16 @@ def counting() -> Iterator[Launches]:
         (adam, "block_sums_kernel"),
         (adam, "total_sums_kernel"),
         (observe, "observe_kernel"),
-        (observe, "errors_kernel"),
     )
     launches = Launches()
     with ExitStack() as stack:
-        for function in (sample.constant, fused._order):  # they keep tensors
-            function.cache_clear()
-            stack.callback(function.cache_clear)
         for module, name in kernels:
             stack.enter_context(patch.object(module, name, _Recorder(name, launches)))
         stack.enter_context(patch.object(launch, "obstacle", lambda device, *_: ""))
         stack.enter_context(patch.object(torch.cuda, "device", lambda _: nullcontext()))
         is_cuda = property(lambda self: self.device == GPU)
         stack.enter_context(patch.object(Tensor, "is_cuda", is_cuda))
-        for module in (sample, fused, observer, row_sums):
+        for module in (sample, observer, rank_sums):
             stack.enter_context(
                 patch.object(module, "to_device", lambda device, tensor: tensor.to(device))
             )
@@ -144,15 +140,24 @@ def of_linear(
     out_features: int = 4096,
     num_tokens: int = 8192,
     is_fused: bool = True,
-    products: bool = True,
+    microbatch: int = 0,
 ) -> Launches:
     """Return what a microbatch of a measured linear starts.
 
-    It is counted for the second of two linears that are alike, in its second microbatch. The first
-    linear also moves what linears share, such as the sampled rows.
+    It is counted for the second of two linears that are alike. The first one also moves what
+    linears share, such as the sampled rows.
+
+    Args:
+        names: the formats.
+        kind: how the linear is sharded.
+        in_features: number of its input features.
+        out_features: number of its output features.
+        num_tokens: number of tokens of the microbatch.
+        is_fused: whether kernels measure; else PyTorch does.
+        microbatch: which microbatch of the iteration; the first one measures W as well.
     """
     formats = {name: get_format(name) for name in names}
-    settings = MeasureSettings(formats, 1, 0, products=products)
+    settings = MeasureSettings(formats, 1, 0)
     places = [
         Placement(f"decoder.layers.{i}.mlp.linear_fc1", 0, kind, in_features, out_features)
         for i in range(2)
@@ -166,15 +171,12 @@ def of_linear(
         if not is_fused:
             stack.enter_context(patch.object(fused, "is_fused", lambda *_, **__: False))
 
-        def new(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-            return torch.empty(shape, dtype=dtype, device=GPU)
+        def new(*shape: int) -> Tensor:
+            return torch.empty(shape, dtype=torch.bfloat16, device=GPU)
 
-        row, col = new(out_features, dtype=torch.float32), new(in_features, dtype=torch.float32)
-        watching = StepObserver(
-            settings, Topology(), dict.fromkeys(places, Sensitivity(row, col, 1.0, 1.0))
-        )
+        watching = StepObserver(settings, Topology())
         x, w = new(num_tokens, in_features), new(out_features, in_features)
-        for place in (*places, *places):
+        for place in places * (1 + microbatch):
             output = new(num_tokens, out_features).requires_grad_()
             launches.names.clear()
             launches.num_bytes = 0

@@ -46,6 +46,7 @@ from megatron_snip.collectives import Control
 from megatron_snip.config import Backend, SnipConfig
 from megatron_snip.divergence.quality_loss import divergence_table, planning_problem
 from megatron_snip.formats import get_format
+from megatron_snip.kernels.launch import NUM_SUMS
 from megatron_snip.linears.model import PlannedModel
 from megatron_snip.options import BF16, Option
 from megatron_snip.patches.agreement import refuse_differences, settings_of_rank
@@ -54,10 +55,10 @@ from megatron_snip.planning.problem import PlanningProblem
 from megatron_snip.run.plans import RunPlans
 from megatron_snip.run.state import PendingProblem, RunState
 from megatron_snip.run.step import StepLoss
+from megatron_snip.statistics.measure import OperandSums
+from megatron_snip.statistics.rank_sums import BatchCounts, MeasuredCounts, RankSums
 from megatron_snip.statistics.records import StatisticsTable
 from megatron_snip.statistics.reduce import reduce_sums
-from megatron_snip.statistics.row_sums import BatchCounts, RankRows
-from megatron_snip.statistics.rows import RowLayout
 from megatron_snip.statistics.sample import MeasureSettings
 from megatron_snip.topology import LinearInfo, Placement, Topology
 from tests.distributed.launch import Server
@@ -228,7 +229,8 @@ class Job:
         formats = {name: get_format(name) for name in FORMATS}
         of_experts = {each.name: self.num_experts for each in self.linears if each.is_of_experts}
         settings = MeasureSettings(formats, 1, 0, num_experts=of_experts)
-        table, _ = reduce_sums(self._sums(), settings, self.linears, 1.0, 2.0, dict, self.control)
+        sums = self._sums(settings)
+        table, _ = reduce_sums(sums, settings, self.linears, 1.0, 2.0, dict, self.control)
 
         def problem() -> PlanningProblem:
             options = self.config.options
@@ -244,17 +246,17 @@ class Job:
         pending = PendingProblem(1, 2, self.problem)
         return RunState(1, self._plan(), observations=self.table, solve=pending)
 
-    def _sums(self) -> RankRows:
-        layout = RowLayout(FORMATS)
-        row = torch.rand(layout.width, dtype=torch.float64) + 1.0
-        expert_row = torch.rand(layout.expert_width, dtype=torch.float64) + 1.0
-        own = RankRows()
+    def _sums(self, settings: MeasureSettings) -> RankSums:
+        own = RankSums(settings, self.topology)
+        nothing = OperandSums.zeros(len(FORMATS), torch.device("cpu"))
+        sums = torch.rand_like(nothing.sums) + 1.0
         for place in self.places:
-            own.rows[place.name] = row
+            own.sums[place.name] = sums
             own.counts[place.name] = BatchCounts(1.0, 4096.0)
-            own.amax[place.name] = row[:3].float()
+            own.measured[place.name] = MeasuredCounts(1.0, 4096.0, 1.0, 2.0)
+            own.amax[place.name] = nothing.amax
             if place.expert is not None:
-                own.experts[place.name, place.expert] = expert_row
+                own.experts[place.name, place.expert] = sums[..., :NUM_SUMS]
         return own
 
     def apply(self) -> None:

@@ -22,14 +22,14 @@ from unittest.mock import patch
 
 import torch
 
-from megatron_snip.formats import FORMATS, Block, Format
+from megatron_snip.formats import FORMATS, Block
 from megatron_snip.kernels import launch
 from megatron_snip.kernels.launch import NO_RANDOM
 from megatron_snip.quantizers.quantize import philox_arguments
 from megatron_snip.quantizers.stochastic import StochasticStream, StreamKey
 from megatron_snip.statistics import fused
-from megatron_snip.statistics.operands import MeasuredWeight, Operands
-from megatron_snip.types import Gemm
+from megatron_snip.statistics.operands import Operands
+from megatron_snip.types import Operand
 
 ROW, COL, SQUARE = (1, 128), (128, 1), (128, 128)
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -51,44 +51,19 @@ def moments(dtype: torch.dtype) -> Any:
     )
 
 
-def observed(names: tuple[str, str], which: int) -> Any:
+def observed(names: tuple[str, str], operand: Operand) -> Any:
     """Observe an operand in two formats: X [1024, 256], W [512, 256] or G [1024, 512]."""
-    formats = {name: FORMATS[name] for name in names}
+    formats = tuple(FORMATS[name] for name in names)
 
     def run(_: torch.Tensor) -> None:
-        operands, fmts = _operands(formats), tuple(formats.values())
-        space = fused._Workspace.zeros(operands, fmts)
-        fused._observe(space, which, operands, fmts, StochasticStream(KEY))
+        x = torch.empty((1024, 256), dtype=BF16)
+        w = torch.empty((512, 256), dtype=BF16)
+        g = torch.empty((1024, 512), dtype=BF16)
+        operands = Operands(x, w, g)
+        space = fused._Workspace.zeros(operands, formats)
+        fused._observe(space, operands, operand, formats, StochasticStream(KEY))
 
     return run
-
-
-def norms(names: tuple[str, str]) -> Any:
-    """Observe the same X without its values, as where norms alone are measured."""
-    formats = {name: FORMATS[name] for name in names}
-
-    def run(_: torch.Tensor) -> None:
-        operands, fmts = _operands(formats), tuple(formats.values())
-        space = fused._Workspace.zeros(operands, fmts, products=False)
-        fused._observe_into(None, space, 0, operands, fmts, StochasticStream(KEY))
-
-    return run
-
-
-def errors(_: torch.Tensor) -> None:
-    """Add up the errors of Y [1024, 512] in two formats."""
-    formats = {name: FORMATS[name] for name in ("fp8", "fp4")}
-    operands = _operands(formats)
-    space = fused._Workspace.zeros(operands, tuple(formats.values()))
-    g = operands.grad_output
-    fused._add_up(space, Gemm.FPROP, torch.empty(g.shape), torch.empty((2, *g.shape)), g)
-
-
-def _operands(formats: dict[str, Format]) -> Operands:
-    x = torch.empty((1024, 256), dtype=BF16)
-    g = torch.empty((1024, 512), dtype=BF16)
-    weight = MeasuredWeight(torch.empty((512, 256), dtype=BF16), formats, None, False)
-    return Operands(x, weight, g, slice(256), x, g)
 
 
 VARIANTS: dict[str, Callable[[torch.Tensor], Any]] = {
@@ -103,13 +78,10 @@ VARIANTS: dict[str, Callable[[torch.Tensor], Any]] = {
     "nvfp4 1x16": one("nvfp4", (1, 16)),
     "AdamW's moments": moments(FP32),
     "AdamW's moments, BF16": moments(BF16),
-    "observe X, fp8 and fp4": observed(("fp8", "fp4"), 0),
-    "observe W, fp8 and fp4": observed(("fp8", "fp4"), 1),
-    "observe G, fp8 and fp4": observed(("fp8", "fp4"), 2),
-    "observe G in tiles, fp8 and fp4": observed(("fp8", "fp4"), 4),
-    "observe W, mxfp8 and mxfp4": observed(("mxfp8", "mxfp4"), 1),
-    "norms of X, fp8 and fp4": norms(("fp8", "fp4")),
-    "errors of Y in two formats": errors,
+    "observe X, fp8 and fp4": observed(("fp8", "fp4"), Operand.INPUT),
+    "observe W, fp8 and fp4": observed(("fp8", "fp4"), Operand.WEIGHT),
+    "observe G, fp8 and fp4": observed(("fp8", "fp4"), Operand.GRAD_OUTPUT),
+    "observe W, mxfp8 and mxfp4": observed(("mxfp8", "mxfp4"), Operand.WEIGHT),
 }
 """What is compiled; the first kernel that each launches."""
 
@@ -144,8 +116,7 @@ def compiling(arch: int) -> Iterator[list[Compiled]]:
         Attributes:
             kernel: the kernel.
             sides: names of the constants whose product is the elements of a block.
-            loaded: names of the arguments that are loaded for each element, or for each element and
-                format.
+            loaded: names of the arguments that are loaded for each element.
         """
 
         def __init__(self, kernel: Any, sides: Sequence[str], loaded: Sequence[str]) -> None:
@@ -160,8 +131,6 @@ def compiling(arch: int) -> Iterator[list[Compiled]]:
                 elements = math.prod(named[side] for side in self.sides) / threads
                 by_name = dict(zip(self.kernel.arg_names, args, strict=False))
                 loaded = sum(by_name[name].itemsize for name in self.loaded)
-                if "quantized_ptr" in self.loaded:  # of every format
-                    loaded += by_name["quantized_ptr"].itemsize * (named["F"] - 1)
                 compiled.append(Compiled(kernel, elements, loaded))
 
             return launched
@@ -171,7 +140,6 @@ def compiling(arch: int) -> Iterator[list[Compiled]]:
         (adam, "block_sums_kernel", ("R", "C"), ("m_ptr", "v_ptr")),
         (adam, "total_sums_kernel", ("B", "P"), ("row_ptr",)),
         (observe, "observe_kernel", ("R", "C"), ("x_ptr",)),
-        (observe, "errors_kernel", ("C",), ("product_ptr", "quantized_ptr", "other_ptr")),
     ]
     stand_in = SimpleNamespace(
         get_current_target=lambda: GPUTarget("cuda", arch, 32),

@@ -148,12 +148,6 @@ class StochasticStream:
         """Return the stream of the copy that enters `gemm`."""
         return replace(self, swapped=gemm is Gemm.WGRAD)
 
-    def with_column_stride(self, stride: int, cols: int) -> Self:
-        """Return the stream of a tensor that holds every `stride`-th of the `cols` columns."""
-        columns = self.column_map(cols)
-        assert not any(part % stride for part in columns)
-        return replace(self, columns=ColumnMap(*(part // stride for part in columns)))
-
     def column_map(self, cols: int) -> ColumnMap:
         """Return the columns of a local tensor that has `cols` of them."""
         columns = self.columns or ColumnMap(cols, cols, cols, 0)

@@ -155,11 +155,10 @@ class Observations:
             self._model.measured_formats(self._formats),
             iteration,
             self._model.runtime.seed,
-            products=self._config.measure == "products",
             num_experts=self._model.job.num_experts,
         )
         dispatch = self._dispatch
-        observer = StepObserver(settings, self._topology, sensitivities, dispatch.rows_by_sender)
+        observer = StepObserver(settings, self._topology, dispatch.rows_by_sender)
         if self._model.job.ties:
             self.observe_unfused(observer, iteration, step)
             outcome = run()

@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 _OVER: dict[Operand, Over] = {
     Operand.INPUT: "tokens",
     Operand.WEIGHT: "weight",
-    Operand.GRAD_OUTPUT: "dgrad",
+    Operand.GRAD_OUTPUT: "tokens",
 }
 """What the measured elements of an operand are a sample of."""
 

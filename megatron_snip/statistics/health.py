@@ -1,185 +1,38 @@
 """Low-precision health: what quantization does to each tensor of a linear; docs/glossary.md.
 
-For each operand and format an observed iteration adds up, over the sampled tokens,
-
-    |Q(x) - x|^2,  elements that become zero,  elements that saturate,  tiles by log2 of their scale
-
-`input` and `weight` as fprop quantizes them, `grad_output` as dgrad does, of the tokens that dgrad
-is measured on. Of each operand before quantization it adds up |x|^2 and the elements, and counts
-elements by log2 of their magnitude. Sums are scaled to all tokens of the measured microbatches, and
-add over shards, microbatches and ranks; amax is a maximum. Experts have rows of their own beside
-their linear's.
+It is made of what `measure.py` adds up over the sampled rows. Sums are scaled to all tokens of the
+measured microbatches, and add over shards, microbatches and ranks; amax is a maximum. Experts have
+sums of their own beside their linear's.
 """
 
 import math
 from collections.abc import Sequence
-from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from megatron_snip.alert_thresholds import HealthMeasure
-from megatron_snip.formats import Format, ScaleType
-from megatron_snip.kernels.launch import LOWEST_LOG2, NUM_BINS, SCALE_ROUNDING
-from megatron_snip.quantizers.quantize import operand_block, operand_format
-from megatron_snip.quantizers.reference import amax_of, tile_magnitudes
-from megatron_snip.quantizers.together import GemmOperand, Quantized
+from megatron_snip.kernels.launch import LOWEST_LOG2, NUM_BINS, NUM_SUMS
 from megatron_snip.statistics.health_table import (
     SMALL_IS_BAD,
     HealthTable,
     LinearHealth,
     OperandHealth,
 )
+from megatron_snip.statistics.measure import ERROR_SQUARE, ZEROED
 from megatron_snip.statistics.records import (
     LinearStatistics,
     StatisticsTable,
     has_products,
 )
-from megatron_snip.statistics.rows import (
-    ERROR_SQUARE,
-    ERROR_SUMS,
-    OPERAND_SUMS,
-    SATURATED,
-    ZEROED,
-    LinearSums,
-)
-from megatron_snip.statistics.sample import constant
 from megatron_snip.types import Gemm, Operand
-
-HISTOGRAM_STRIDE = 8
-"""A histogram counts every eighth feature of the sampled tokens, and every eighth column of W."""
-
-WEIGHT_STRIDE = 8
-"""Elements of W are counted, by magnitude or because they became zero, on every eighth row."""
-
-_CAN_SATURATE = (ScaleType.E4M3, ScaleType.E4M3_TE, ScaleType.DELAYED)
-"""Scales that are rounded down, or know only earlier tensors."""
-
-
-class OperandCounts:
-    """Counts what quantization does to one operand of a linear, format by format.
-
-    Attributes:
-        operand: which of X, W and G it is.
-        zeroed: for each format, how many elements became zero; of W an estimate, from the rows that
-            are counted.
-        saturated: for each format, how many elements saturated; None where none can.
-        scales: for each format, (decode scales of the tiles, their largest magnitudes).
-    """
-
-    def __init__(self, operand: Operand) -> None:
-        """Start with nothing counted."""
-        self.operand = operand
-        self.zeroed: list[Tensor] = []
-        self.saturated: list[Tensor | None] = []
-        self.scales: list[tuple[Tensor, Tensor]] = []
-        self._row_stride = WEIGHT_STRIDE if operand is Operand.WEIGHT else 1
-        self._original: GemmOperand | None = None
-
-    def add(self, original: GemmOperand, fmt: Format, quantized: Quantized) -> None:
-        """Count elements that become zero or saturate in one more format.
-
-        Args:
-            original: the operand; the same tensor in every format.
-            fmt: what it was quantized to.
-            quantized: what became of it.
-        """
-        if self._original is None:
-            self._original = original
-        element = operand_format(fmt, self.operand).element
-        assert element is not None
-        became_zero = self._nonzero > quantized.values[:: self._row_stride].bool()
-        number = became_zero.sum(dtype=torch.int32)  # faster than count_nonzero
-        if self._row_stride > 1:
-            number = number * (self.num_elements / became_zero.numel())
-        self.zeroed.append(number)
-        saturated = None
-        if fmt.scale in _CAN_SATURATE:
-            limit = quantized.decode * (element.max_value * SCALE_ROUNDING)
-            block = operand_block(fmt, self.operand, original.gemm)
-            # A scale that was rounded to 0 makes zeros of its tile: those do not saturate.
-            beyond = (tile_magnitudes(original.x, block) > limit) & (limit > 0)
-            saturated = beyond.sum()
-        self.saturated.append(saturated)
-        self.scales.append((quantized.decode, original.amaxes))
-
-    @cached_property
-    def _nonzero(self) -> Tensor:
-        """Where the counted rows are not zero."""
-        assert self._original is not None
-        return self._original.x[:: self._row_stride].bool()  # much faster than eq(0)
-
-    @property
-    def num_elements(self) -> int:
-        """Number of the operand's elements; after `add`."""
-        assert self._original is not None
-        return self._original.x.numel()
-
-    @cached_property
-    def magnitudes(self) -> Tensor:
-        """The magnitudes of the elements that the operand's histogram counts, FP32; after `add`."""
-        assert self._original is not None
-        return self._original.x[:: self._row_stride, ::HISTOGRAM_STRIDE].float().abs()
-
-    @cached_property
-    def amax(self) -> Tensor:
-        """The largest magnitude, an FP32 scalar; NaN if an element is NaN; after `add`."""
-        assert self._original is not None
-        return amax_of(self._original.amaxes)
-
-
-def health_sums(counts: Sequence[OperandCounts], squares: Tensor) -> Tensor:
-    """Return `LinearSums.health` of O operands in F formats, FP32 [1 + F, O, OPERAND_SUMS].
-
-    Tiles of zeros, tiles with NaN or Inf, and tiles whose scale was rounded to 0 do not count by
-    their scale.
-
-    Args:
-        counts: those of each operand.
-        squares: |Q(x) - x|^2 in each format, then |x|^2, FP32 [1 + F, O].
-    """
-    num_formats = len(squares) - 1
-    by_format = [(each, f) for f in range(num_formats) for each in counts]
-    scales = [each.scales[f] for each, f in by_format]
-    bins = _log2_counts([*scales, *((each.magnitudes, each.magnitudes) for each in counts)])
-    # The operands before quantization come after the last format.
-    num_elements = constant(squares.device, tuple(each.num_elements for each in counts))
-    zeroed = torch.stack([each.zeroed[f] for each, f in by_format])
-    heads = torch.zeros((len(bins), ERROR_SUMS), device=squares.device)
-    heads[:, ERROR_SQUARE] = squares.flatten()
-    heads[:, ZEROED] = torch.cat([zeroed, num_elements])
-    for i, (each, f) in enumerate(by_format):
-        number = each.saturated[f]
-        if number is not None:
-            heads[i, SATURATED] = number
-    return torch.cat([heads, bins], 1).view(*squares.shape, OPERAND_SUMS)
-
-
-def _log2_counts(pairs: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
-    """Return counts of numbers by floor(log2), FP32 [pairs, NUM_BINS].
-
-    Zeros, Inf and NaN do not count.
-
-    Args:
-        pairs: (numbers, magnitudes of the same shape): a number counts if its magnitude is
-            positive. A tile's scale counts if its amax is; an element if it is itself.
-    """
-    numbers = torch.cat([number.flatten() for number, _ in pairs])
-    magnitudes = torch.cat([magnitude.flatten() for _, magnitude in pairs])
-    counted = (magnitudes > 0) & (numbers > 0) & (numbers < math.inf)
-    # frexp has mantissas in [0.5, 1): its exponent is floor(log2) + 1.
-    index = torch.frexp(numbers).exponent.sub_(1 + LOWEST_LOG2).clamp_(0, NUM_BINS - 1)
-    sizes = [number.numel() for number, _ in pairs]
-    for i, part in enumerate(torch.split(index, sizes)):
-        part.add_(i * NUM_BINS)
-    bins = numbers.new_zeros(len(pairs) * NUM_BINS, dtype=torch.float32)
-    return bins.index_add_(0, index, counted.float()).view(len(pairs), NUM_BINS)
 
 
 def _linear_health(
     s: LinearStatistics,
-    sums: LinearSums,
+    sums: Tensor,
+    norms: list[float],
     ends: list[list[list[int]]],
     amax: list[float],
     experts: Tensor,
@@ -189,8 +42,9 @@ def _linear_health(
 
     Args:
         s: Its statistics.
-        sums: Its sums.
-        ends: What `_ends` returns for the histograms of `sums.health`.
+        sums: Its sums, as `OperandSums.sums`.
+        norms: Its norms, as `sensitivity.weight_norms` returns them.
+        ends: What `_ends` returns for the histograms of `sums`.
         amax: See `make_health_table`, as the next two.
         experts: Of this linear.
         grad_scale: The same for all.
@@ -201,20 +55,20 @@ def _linear_health(
     histograms: dict[Operand, tuple[float, list[float]]] = {}
     largest: dict[Operand, float | None] = {}
     worst = _worst_experts(experts)
-    *by_format, originals = sums.health.tolist()
     for o, (operand, unit) in enumerate(units.items()):
+        *by_format, original = sums[o].tolist()
         shift = math.log2(unit)
         largest[operand] = amax[o] * unit if math.isfinite(amax[o]) else None
-        histogram = _histogram(originals[o][ERROR_SUMS:], ends[-1][o], shift)
+        histogram = _histogram(original[NUM_SUMS:], ends[o][-1], shift)
         if histogram is not None:
             histograms[operand] = histogram
         for f, name in enumerate(s.formats):
             worst_expert = {}
             for measure, (which, values) in worst.items():
-                if math.isfinite(values[f][o]):
-                    worst_expert[measure] = (which[f][o], values[f][o])
+                if math.isfinite(values[o][f]):
+                    worst_expert[measure] = (which[o][f], values[o][f])
             operands[name][operand] = _operand_health(
-                by_format[f][o], originals[o], _spread(ends[f][o], shift), worst_expert
+                by_format[f], original, _spread(ends[o][f], shift), worst_expert
             )
 
     gemms = {}
@@ -224,7 +78,7 @@ def _linear_health(
             Gemm.DGRAD: _db(s.input_grad_square, errors.input_grad_error_square),
             Gemm.WGRAD: _db(s.wgrad_square, errors.wgrad_error_square),
         }
-    grad, step, num_gradients = sums.norms.tolist()
+    grad, step, num_gradients = norms
     gradient_norm = math.sqrt(grad) if num_gradients and math.isfinite(grad) else None
     gradient_noise = {
         name: _gradient_noise(_wgrad_error_square(s, name), gradient_norm) for name in s.formats
@@ -279,7 +133,7 @@ def _operand_health(
         scale_log2: Least, median and largest log2 of its tiles' scales.
         worst_expert: The operand's worst experts in the format.
     """
-    error, zeros, saturated = numbers[:ERROR_SUMS]
+    error, zeros, saturated = numbers[:NUM_SUMS]
     square, num_elements = original[:2]
     return OperandHealth(
         sqnr_db=_db(square, error),
@@ -291,11 +145,11 @@ def _operand_health(
 
 
 def _worst_experts(experts: Tensor) -> dict[HealthMeasure, tuple[Any, Any]]:
-    """Return (worst expert, its value) by measure; both are lists [formats][operands]."""
+    """Return (worst expert, its value) by measure; both are lists [operands][formats]."""
     if not len(experts):
         return {}
-    by_format = experts[:, :-1]  # [experts, formats, operands, ERROR_SUMS]
-    originals = experts[:, -1:]
+    by_format = experts[:, :, :-1]  # [experts, operands, formats, NUM_SUMS]
+    originals = experts[:, :, -1:]
     sqnr = 10 * torch.log10(originals[..., ERROR_SQUARE] / by_format[..., ERROR_SQUARE])
     underflow = by_format[..., ZEROED] / originals[..., ZEROED]
     measured: dict[HealthMeasure, Tensor] = {"sqnr_db": sqnr, "underflow": underflow}
@@ -309,7 +163,8 @@ def _worst_experts(experts: Tensor) -> dict[HealthMeasure, tuple[Any, Any]]:
 
 def make_health_table(
     table: StatisticsTable,
-    sums: LinearSums,
+    sums: Tensor,
+    norms: Tensor,
     amax: Tensor,
     experts: Sequence[Tensor],
     grad_scale: float,
@@ -318,21 +173,21 @@ def make_health_table(
 
     Args:
         table: The statistics of the linears.
-        sums: The sums of all linears over all ranks, one row for each.
+        sums: The sums of all linears over all ranks: `OperandSums.sums` of each.
+        norms: Their norms over all ranks.
         amax: The largest magnitudes of X, W and G of each linear over all ranks.
-        experts: What `RowLayout.split_experts` returns for each linear; no rows for linears without
-            experts.
+        experts: `RankSums.experts` of each linear's experts, over all ranks; nothing for linears
+            without experts.
         grad_scale: Factor from G as the linear sees it to the gradient of the batch-mean loss.
     """
-    ends = _ends(sums.health[..., ERROR_SUMS:]).tolist()
+    ends = _ends(sums[..., NUM_SUMS:]).tolist()
     linears = []
     for i, statistics in enumerate(table.linears):
         if not statistics.microbatches:
             continue
-        of_linear = LinearSums(sums.statistics[i], sums.norms[i], sums.health[i])
-        largest = amax[i].tolist()
+        of_norms, largest = norms[i].tolist(), amax[i].tolist()
         linears.append(
-            _linear_health(statistics, of_linear, ends[i], largest, experts[i], grad_scale)
+            _linear_health(statistics, sums[i], of_norms, ends[i], largest, experts[i], grad_scale)
         )
     return HealthTable(table.iteration, tuple(linears))
 

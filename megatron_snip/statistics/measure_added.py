@@ -1,7 +1,7 @@
 """Measures the statistics that plugins add (`added.py`) on the sample of one microbatch."""
 
 import logging
-from collections.abc import Mapping, MutableMapping
+from collections.abc import MutableMapping
 
 import torch
 from torch import Tensor
@@ -9,23 +9,14 @@ from torch import Tensor
 from megatron_snip.errors import one_line
 from megatron_snip.formats import Format
 from megatron_snip.log import launched_rank, log_failure
-from megatron_snip.quantizers.quantize import rotated
+from megatron_snip.quantizers.quantize import quantize_dequantize_operand
 from megatron_snip.quantizers.stochastic import StochasticStream
-from megatron_snip.quantizers.together import GemmOperand, quantize_dequantize_operands
 from megatron_snip.statistics.added import Statistic
-from megatron_snip.statistics.operands import Operands, TileAmaxes
+from megatron_snip.statistics.operands import MEASURED_IN, Operands
 from megatron_snip.statistics.sample import MeasureSettings
-from megatron_snip.topology import LinearKind
-from megatron_snip.types import Gemm, Operand
+from megatron_snip.types import Operand
 
 logger = logging.getLogger(__name__)
-
-_GEMMS = {
-    Operand.INPUT: Gemm.FPROP,
-    Operand.WEIGHT: Gemm.FPROP,
-    Operand.GRAD_OUTPUT: Gemm.DGRAD,
-}
-"""The GEMM that quantizes an operand."""
 
 
 def added_names(settings: MeasureSettings, combine: str) -> list[str]:
@@ -41,8 +32,6 @@ def added_names(settings: MeasureSettings, combine: str) -> list[str]:
 def measure_added(
     operands: Operands,
     *,
-    kind: LinearKind,
-    num_shards: int,
     settings: MeasureSettings,
     stream: StochasticStream,
     failures: MutableMapping[str, str],
@@ -51,8 +40,6 @@ def measure_added(
 
     Args:
         operands: the shard's tensors.
-        kind: how the linear is sharded.
-        num_shards: the number of shards whose sums will be added.
         settings: what is measured.
         stream: random numbers of G, where a format rounds it stochastically.
         failures: gets the first error of each statistic, in one line.
@@ -61,47 +48,35 @@ def measure_added(
         The sums, which add up over shards, and the maxima: FP32, in the order of `added_names`. NaN
         stands for what failed: it stays one when ranks combine it, so all of them leave it out.
     """
-    tensors = {
-        Operand.INPUT: operands.input,
-        Operand.WEIGHT: operands.weight.tensor,
-        Operand.GRAD_OUTPUT: operands.of(Operand.GRAD_OUTPUT, Gemm.DGRAD),
-    }
-    if not operands.input.is_cuda:  # as the other statistics are measured
-        tensors = {operand: tensor.float() for operand, tensor in tensors.items()}
-    # Every shard holds G (row-parallel) or X (column-parallel) in full; it must count once.
-    replicated = Operand.GRAD_OUTPUT if kind == "row" else Operand.INPUT
     found: dict[str, list[Tensor]] = {"sum": [], "max": []}
     for fmt in settings.formats.values():
-        quantized = _quantized(tensors, settings.added, fmt, operands, stream)
+        quantized: dict[Operand, tuple[Tensor, Tensor]] = {}
         for name, each in settings.added.items():
-            value = _value(name, each, tensors[each.operand], quantized[each.operand], failures)
-            if each.combine == "sum" and each.operand is replicated:
-                value = value / num_shards
-            found[each.combine].append(value)
+            operand = each.operand
+            if operand not in quantized:
+                quantized[operand] = _quantized(operands, operand, fmt, stream)
+            found[each.combine].append(_value(name, each, *quantized[operand], failures))
     nothing = operands.input.new_zeros(0, dtype=torch.float32)
     sums, maxima = (torch.stack(values) if values else nothing for values in found.values())
     return sums, maxima
 
 
 def _quantized(
-    tensors: Mapping[Operand, Tensor],
-    added: Mapping[str, Statistic],
-    fmt: Format,
-    operands: Operands,
-    stream: StochasticStream,
-) -> dict[Operand, Tensor]:
-    """Return the operands that statistics read in a format, FP32."""
-    amaxes = TileAmaxes()
-    entries = {}
-    for operand in dict.fromkeys(each.operand for each in added.values()):
-        gemm = _GEMMS[operand]
-        x = rotated(tensors[operand], fmt, gemm)
-        tiles = amaxes.of(x, fmt, operand, gemm)
-        of_tensor = operands.amax_or_scale(fmt, operand, gemm)
-        random = None if operand is Operand.WEIGHT else stream
-        entries[operand] = GemmOperand(x, operand, gemm, tiles, random, of_tensor)
-    results = quantize_dequantize_operands(tuple(entries.values()), fmt)
-    return {operand: each.values for operand, each in zip(entries, results, strict=True)}
+    operands: Operands, operand: Operand, fmt: Format, stream: StochasticStream
+) -> tuple[Tensor, Tensor]:
+    """Return an operand, and its values in a format, FP32."""
+    x = operands.of(operand)
+    assert x is not None
+    values = quantize_dequantize_operand(
+        x,
+        fmt,
+        operand,
+        MEASURED_IN[operand],
+        stream=stream,
+        amax_or_scale=operands.amax_or_scale(fmt, operand),
+        dtype=torch.float32,
+    )
+    return x.float(), values
 
 
 def _value(
@@ -116,7 +91,7 @@ def _value(
         nothing = 0.0 if statistic.combine == "sum" else -torch.inf
         return original.new_full((), nothing, dtype=torch.float32)
     try:
-        value = statistic.measure(original.float(), quantized)
+        value = statistic.measure(original, quantized)
         return torch.as_tensor(value, dtype=torch.float32, device=original.device).reshape(())
     except Exception as error:  # a plugin's mistake must not end the measurement
         failures.setdefault(name, f"{type(error).__name__}: {one_line(error)}")

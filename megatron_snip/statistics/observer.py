@@ -27,7 +27,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache, partial
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -35,28 +35,31 @@ from torch import Tensor
 
 from megatron_snip.collectives import sum_over
 from megatron_snip.formats import Format, ScaleType
-from megatron_snip.quantizers.quantize import rotated_amax
 from megatron_snip.quantizers.reference import amax_of
-from megatron_snip.quantizers.stochastic import StochasticStream, grad_output_stream
-from megatron_snip.statistics import fused
+from megatron_snip.quantizers.stochastic import (
+    ColumnMap,
+    StochasticStream,
+    grad_output_stream,
+)
+from megatron_snip.statistics import fused, measure
 from megatron_snip.statistics.health_table import HealthTable
-from megatron_snip.statistics.measure import NormSums, PartialSums, norm_sums, partial_sums
+from megatron_snip.statistics.measure import OperandSums
 from megatron_snip.statistics.measure_added import added_names, measure_added
-from megatron_snip.statistics.operands import AmaxesOrScales, MeasuredWeight, Operands
+from megatron_snip.statistics.operands import AmaxesOrScales, Operands
+from megatron_snip.statistics.rank_sums import RankSums
 from megatron_snip.statistics.records import StatisticsTable
 from megatron_snip.statistics.reduce import reduce_sums
-from megatron_snip.statistics.row_sums import RowBuilder
 from megatron_snip.statistics.sample import (
     MeasureSettings,
     Sample,
     SampledRows,
+    WeightRows,
     draw_sample,
+    draw_weight_rows,
     is_measured,
     rows_of,
-    sampled_features,
     to_device,
 )
-from megatron_snip.statistics.sensitivity import Sensitivity
 from megatron_snip.topology import Axis, LinearInfo, Placement, Topology
 from megatron_snip.types import Operand
 
@@ -110,25 +113,21 @@ class _Kept:
 
     Attributes:
         samples: the sampled tokens of each sender.
-        amaxes: FP32 [2], the largest magnitudes over all tokens of this shard: of X, and of X after
-            the Hadamard transform of wgrad. None if no format has a scale of an entire tensor, or
-            if measuring has failed.
+        amax: FP32, the largest magnitude over all tokens of this shard. None if no format has a
+            scale of an entire tensor, or if measuring has failed.
     """
 
     samples: list[Sample]
-    amaxes: Tensor | None
+    amax: Tensor | None
 
 
-def _partial_sums(operands: Operands, **named: Any) -> PartialSums:
-    """Measure one linear, by kernels or by PyTorch."""
-    is_fused = fused.is_fused(operands, named["formats"])
-    return (fused.partial_sums if is_fused else partial_sums)(operands, **named)
-
-
-def _norm_sums(operands: Operands, **named: Any) -> NormSums:
-    """Measure the norms of one linear, by kernels or by PyTorch."""
-    is_fused = fused.is_fused(operands, named["formats"], products=False)
-    return (fused.norm_sums if is_fused else norm_sums)(operands, **named)
+def operand_sums(
+    operands: Operands, formats: Mapping[str, Format], stream: StochasticStream
+) -> OperandSums:
+    """Measure one linear, by kernels or by PyTorch; `measure.operand_sums` has the contract."""
+    if fused.is_fused(operands, formats):
+        return fused.operand_sums(operands, formats, stream)
+    return measure.operand_sums(operands, formats, stream)
 
 
 class StepObserver:
@@ -144,7 +143,6 @@ class StepObserver:
         self,
         settings: MeasureSettings,
         topology: Topology,
-        sensitivities: Mapping[Placement, Sensitivity],
         rows_by_sender: Callable[[Placement, int], RowsBySender | None] = lambda *_: None,
     ) -> None:
         """Start with nothing observed.
@@ -152,36 +150,31 @@ class StepObserver:
         Args:
             settings: what to observe.
             topology: this rank's place.
-            sensitivities: D by weight; a weight that is missing has D = 1.
             rows_by_sender: given an expert and the number of rows of its input, returns them by the
                 data rank that sent them; None if all rows are of this rank's own microbatch.
         """
         self.seconds = 0.0
         self._settings = settings
         self._topology = topology
-        self._sensitivities = sensitivities
         self._rows_by_sender = rows_by_sender
         # A scale of an entire tensor needs the tensor's amax; under delayed scaling the scale is
         # given.
         self._needs_amaxes_or_scales = any(
             fmt.needs_amax_or_scale for fmt in settings.formats.values()
         )
-        # All formats that rotate operands do it alike, so one amax of a rotated operand is enough.
-        # They rotate those of wgrad, of which norms alone need none.
-        rotating = [
-            fmt for fmt in settings.formats.values() if fmt.wgrad_hadamard and settings.products
-        ]
-        self._rotating_format = next((fmt for fmt in rotating if fmt.needs_amax_or_scale), None)
         self._num_forwards: dict[Placement, int] = defaultdict(int)
-        self._sums = RowBuilder(settings, topology, sensitivities)
+        self._measured_weights: set[Placement] = set()
+        self._sums = RankSums(settings, topology)
         self._is_measured = partial(is_measured, settings, topology)
-        # All linears of a microbatch have the same sample, so it is drawn once.
+        # All linears of a microbatch have the same sample, so it is drawn once; so are the rows of
+        # weights of one shape.
         self._draw = cache(partial(draw_sample, settings))
+        self._weight_rows = cache(self._weight_rows_on)
 
     @property
     def failure(self) -> str | None:
         """Why measuring failed on this rank; None if it did not."""
-        return self._sums.own.failure
+        return self._sums.failure
 
     def restart(self) -> None:
         """Forget what was observed.
@@ -190,6 +183,7 @@ class StepObserver:
         only the last pass counts.
         """
         self._num_forwards.clear()
+        self._measured_weights.clear()
         self._sums.clear()
 
     def observe(
@@ -304,8 +298,9 @@ class StepObserver:
         """All ranks: add up over ranks; see `reduce_sums` for arguments and errors."""
         control = self._topology.control
         with self._measuring():
+            self._sums.finish()
             return reduce_sums(
-                self._sums.finish(),
+                self._sums,
                 self._settings,
                 linears,
                 grad_scale,
@@ -355,24 +350,20 @@ class StepObserver:
         return samples
 
     def _fill(self, call: _Call, samples: list[Sample], input: Tensor) -> Tensor | None:
-        """Put the sampled rows of X into the samples; return `_Kept.amaxes`."""
+        """Put the sampled rows of X into the samples; return `_Kept.amax`."""
         x = input.reshape(-1, input.shape[-1])
         prepare = call.prepare_input
-        amaxes = None
+        amax = None
         if self._needs_amaxes_or_scales:
             # The amax is of all tokens, so all are prepared, and not the sampled rows alone.
             if prepare is not None:
                 x = prepare(x)
                 prepare = None
             amax = amax_of(x)
-            rotated = amax
-            if self._rotating_format is not None:
-                rotated = rotated_amax(x, self._rotating_format)
-            amaxes = torch.stack([amax, rotated])
         for sample in samples:
             own = rows_of(x, sample.rows, call.input_is_split, call.token_axis)
             sample.input = own if prepare is None else replace(own, values=prepare(own.values))
-        return amaxes
+        return amax
 
     def _delayed(self, scales: DelayedScales | None) -> dict[Format, Tensor]:
         """Return the scales [3] of X, W and G in each format with delayed scaling."""
@@ -394,72 +385,72 @@ class StepObserver:
         """
         if not kept.samples:  # other data ranks measure their microbatches, this one does not
             return
-        tensor = self._try(call.placement, call.weight)
-        if tensor is None:
-            tensor = grad.new_zeros((grad.shape[-1], call.num_inputs))
-        known = self._amaxes_or_scales(call, kept, tensor, grad, delayed)
-        several = len(kept.samples) > 1
-        weight = MeasuredWeight(tensor, self._settings.formats, known, keeps_copies=several)
+        placement = call.placement
+        # W does not change within an iteration, so it is measured in one sample of one microbatch.
+        measures_weight = placement not in self._measured_weights
+        self._measured_weights.add(placement)
+        weight = None
+        if measures_weight or self._settings.added:  # plugins measure all of W, each time
+            weight = self._try(placement, call.weight)
+        known = self._amaxes_or_scales(call, kept, weight, grad, delayed)
         for sample in kept.samples:
-            self._measure_sample(call, sample, weight, grad)
+            self._measure_sample(call, sample, weight, known, grad, measures_weight)
+            measures_weight = False
 
     # Autograd sees nothing of what is computed here. Operations then start faster than without
     # gradients alone.
     @torch.inference_mode()
     def _measure_sample(
-        self, call: _Call, sample: Sample, weight: MeasuredWeight, grad: Tensor
+        self,
+        call: _Call,
+        sample: Sample,
+        weight: Tensor | None,
+        known: AmaxesOrScales | None,
+        grad: Tensor,
+        measures_weight: bool,
     ) -> None:
         """All ranks of the tensor axis: measure one linear on the microbatch of one sender."""
         placement = call.placement
         settings = self._settings
-        x, g = self._sampled_rows(call, sample, weight.source, grad)
+        x, g = self._sampled_rows(call, sample, grad)
         stream = grad_output_stream(settings.seed, placement, settings.iteration, sample.index)
-        features = self._try(
-            placement, partial(sampled_features, stream, grad.shape[1], sample.first_feature)
-        )
-        features = features or slice(None)
-        # The sample has single tokens first, then those of complete tiles. `of_dgrad` selects among
-        # the single tokens.
-        operands = Operands(
-            input=x[sample.single],
-            weight=weight,
-            grad_output=g[sample.single],
-            of_dgrad=sample.of_dgrad,
-            input_tiles=x[sample.in_tiles],
-            grad_output_tiles=g[sample.in_tiles, features],
-            amaxes_or_scales=weight.amaxes_or_scales,
-        )
-        named: dict[str, Any] = {
-            "kind": placement.kind,
-            "num_shards": placement.tp.size,
-            "formats": settings.formats,
-            "stream": stream,
-        }
-        of_products = {"sensitivity": self._sensitivities.get(placement), "features": features}
+        rows = self._weight_rows(stream.columns, placement.out_features, grad.device)
 
-        def measure() -> PartialSums | NormSums:
-            if settings.products:
-                return _partial_sums(operands, **named, **of_products)
-            return _norm_sums(operands, **named)
+        def measured() -> OperandSums:
+            operands = Operands(x, None, g, known)
+            if not measures_weight:
+                return operand_sums(operands, settings.formats, stream)
+            assert weight is not None
+            sampled = weight if rows.own is None else weight.index_select(0, rows.own)
+            norm = torch.linalg.vector_norm(weight, dtype=torch.float32)
+            self._sums.add_weight_norm(placement, norm)
+            return operand_sums(operands._replace(weight=sampled), settings.formats, stream)
 
-        sums = self._try(placement, measure)
-        if sums is not None:
-            self._sums.add_amax(placement, sums.amax)
-        if placement.tp.group is not None:
-            if sums is None and settings.products:
-                sums = PartialSums.zeros(placement.kind, operands, settings.formats)
-            elif sums is None:
-                sums = NormSums.zeros(operands, settings.formats)
-            sums = sums.summed(placement.tp.group)
-        # The sums are those of all shards; one rank adds them to the table.
-        if sums is not None and placement.tp.rank == 0:
-            stride = features.step or 1
-            add = partial(
-                self._sums.add, placement, sample, sums, operands.grad_output, feature_stride=stride
-            )
-            self._try(placement, add)
+        sums = self._try(placement, measured)
+        if sums is None:  # the refresh fails; other shards wait in the sum
+            sums = OperandSums.zeros(len(settings.formats), grad.device)
+        sums = sums.summed(placement.tp.group)
+        num_weight_rows = rows.num_rows if measures_weight else 0
+        add = partial(self._sums.add, placement, sample, sums, num_weight_rows)
+        self._try(placement, add)
         if settings.added:
-            self._measure_added(placement, sample, operands, stream)
+            assert weight is not None
+            self._measure_added(placement, sample, Operands(x, weight, g, known), stream)
+
+    def _weight_rows_on(
+        self, columns: ColumnMap | None, num_rows: int, device: torch.device
+    ) -> WeightRows:
+        """Return the rows of W that are measured, on `device`.
+
+        Args:
+            columns: `StochasticStream.columns` of grad_output; None if this rank has all of W's
+                rows.
+            num_rows: number of rows of the unsharded W.
+            device: where they are wanted.
+        """
+        columns = columns or ColumnMap(num_rows, num_rows, num_rows, 0)
+        found = draw_weight_rows(self._settings, columns)
+        return found if found.own is None else found._replace(own=to_device(device, found.own))
 
     def _measure_added(
         self, placement: Placement, sample: Sample, operands: Operands, stream: StochasticStream
@@ -469,11 +460,9 @@ class StepObserver:
         measure = partial(
             measure_added,
             operands,
-            kind=placement.kind,
-            num_shards=placement.tp.size,
             settings=settings,
             stream=stream,
-            failures=self._sums.own.failed_statistics,
+            failures=self._sums.failed_statistics,
         )
         found = self._try(placement, measure)
         if found is None:  # the refresh fails; other shards wait in the sum
@@ -483,12 +472,10 @@ class StepObserver:
         sums, maxima = found
         if placement.tp.group is not None:
             sums = sum_over(sums, placement.tp.group)
-        add = partial(self._sums.add_added, placement, sample, sums, maxima, settings)
+        add = partial(self._sums.add_added, placement, sample, sums, maxima)
         self._try(placement, add)
 
-    def _sampled_rows(
-        self, call: _Call, sample: Sample, weight: Tensor, grad: Tensor
-    ) -> tuple[Tensor, Tensor]:
+    def _sampled_rows(self, call: _Call, sample: Sample, grad: Tensor) -> tuple[Tensor, Tensor]:
         """All ranks of the tensor axis: return X and G of the sampled tokens.
 
         A rank that fails takes part in what its peers exchange, with zeros.
@@ -497,9 +484,9 @@ class StepObserver:
         x = None if own is None else self._try(call.placement, own.with_zeros)
         g = self._try(call.placement, partial(self._sampled_grad, call, sample, grad))
         if x is None:
-            x = weight.new_zeros((len(sample.rows), weight.shape[1]))
+            x = grad.new_zeros((len(sample.rows), call.num_inputs))
         if g is None:
-            g = weight.new_zeros((len(sample.rows), weight.shape[0]))
+            g = grad.new_zeros((len(sample.rows), grad.shape[1]))
         if call.input_is_split:
             x = sum_over(x, call.token_axis.group)
         if call.output_is_split:
@@ -517,14 +504,14 @@ class StepObserver:
             try:
                 return action()
             except Exception as error:
-                self._sums.own.record_failure(error, f"{placement.name}: ")
+                self._sums.record_failure(error, f"{placement.name}: ")
         return None
 
     def _amaxes_or_scales(
         self,
         call: _Call,
         kept: _Kept,
-        weight: Tensor,
+        weight: Tensor | None,
         grad: Tensor,
         delayed: dict[Format, Tensor],
     ) -> AmaxesOrScales | None:
@@ -540,27 +527,18 @@ class StepObserver:
             return None
 
         def find() -> AmaxesOrScales:
-            assert kept.amaxes is not None, "stored in the forward"
-            input_amax, rotated_input = kept.amaxes
-            weight_amax = amax_of(weight)
-            amax = torch.stack([input_amax, weight_amax, amax_of(grad)])
-            rotated = amax
-            if self._rotating_format is not None:
-                rotated_grad = rotated_amax(grad, self._rotating_format)
-                rotated = torch.stack([rotated_input, weight_amax, rotated_grad])
-            return AmaxesOrScales(amax, rotated, delayed)
+            assert kept.amax is not None, "stored in the forward"
+            nothing = torch.zeros_like(kept.amax)
+            of_weight = nothing if weight is None else amax_of(weight)
+            return AmaxesOrScales(torch.stack([kept.amax, of_weight, amax_of(grad)]), delayed)
 
         found = self._try(call.placement, find)
         if found is None:
-            zeros = weight.new_zeros(len(Operand), dtype=torch.float32)
-            found = AmaxesOrScales(zeros, zeros, {})
+            found = AmaxesOrScales(grad.new_zeros(len(Operand), dtype=torch.float32), {})
         is_split = (call.input_is_split, False, call.output_is_split)  # X, W and G
         if call.token_axis.group is None or not any(is_split):
             return found
-        shared = torch.stack([found.amax, found.rotated_amax])
+        shared = found.amax.clone()
         dist.all_reduce(shared, op=dist.ReduceOp.MAX, group=call.token_axis.group)
         takes_shared = to_device(shared.device, torch.tensor(is_split))
-        return found._replace(
-            amax=torch.where(takes_shared, shared[0], found.amax),
-            rotated_amax=torch.where(takes_shared, shared[1], found.rotated_amax),
-        )
+        return found._replace(amax=torch.where(takes_shared, shared, found.amax))

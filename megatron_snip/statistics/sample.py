@@ -1,22 +1,20 @@
-"""Which tokens and output features an observed iteration measures; the same in every layout.
+"""Which tokens, and which rows of W, an observed iteration measures; the same in every layout.
 
 Of a batch of many microbatches, the first ones are measured (`is_measured`). In each of these,
-single tokens are drawn at random for fprop; a quarter of them serve dgrad. wgrad is measured on
-complete tiles of consecutive tokens and, of wide linears, on every fourth output feature. Where
-norms alone are measured, all operands are measured on the single tokens.
+single tokens are drawn at random. Of W, which no microbatch changes, a quarter of the row tiles is
+drawn, once in an iteration.
 """
 
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import lru_cache
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from megatron_snip.formats import Format
-from megatron_snip.quantizers.stochastic import StochasticStream, StreamKey
+from megatron_snip.quantizers.stochastic import ColumnMap, StreamKey
 from megatron_snip.statistics.added import Statistic, added_statistics
 from megatron_snip.topology import Axis, Topology
 
@@ -32,15 +30,9 @@ MOST_TOKENS = 512
 MOST_MICROBATCHES = 32
 """Largest number of microbatches of a batch, over all data ranks, that are measured."""
 
-DGRAD_STRIDE = 4
-"""dgrad is measured on one of so many of these tokens: health reports it, and no score uses it."""
-
-FEATURE_STRIDE = 4
-"""wgrad is measured on every fourth output feature, where `FEATURE_MULTIPLE` allows it."""
-
-FEATURE_MULTIPLE = 256
-"""wgrad leaves out features only of linears whose number of output features (of a gated fc1: in
-each chunk) is a multiple of this. Then the shards of up to 64 ranks begin at a multiple of four."""
+WEIGHT_TILES_PER_SAMPLE = 4
+"""One of so many row tiles of W is measured. |W|^2 is that of all rows, so that the tiles give the
+relative error alone."""
 
 
 @dataclass(frozen=True)
@@ -52,9 +44,8 @@ class MeasureSettings:
         iteration: Megatron's iteration, 1-based.
         seed: The seed of the run.
         names: Names of the linears to observe; None observes all.
-        all_tokens: Whether to measure all tokens of all microbatches and not a sample (for
-            benchmarks).
-        products: Whether to measure the errors of products, and not norms alone.
+        all_tokens: Whether to measure all tokens of all microbatches and all rows of W, and not a
+            sample (for benchmarks).
         num_experts: Number of experts of each linear that has any, over all ranks. One rank alone
             need not give it.
         added: The statistics that plugins add, by name; in the same order on all ranks.
@@ -65,7 +56,6 @@ class MeasureSettings:
     seed: int
     names: frozenset[str] | None = None
     all_tokens: bool = False
-    products: bool = True
     num_experts: Mapping[str, int] = field(default_factory=dict)
     added: Mapping[str, Statistic] = field(default_factory=added_statistics)
 
@@ -143,26 +133,19 @@ class Sample:
         index: Index of the microbatch within the iteration, over all ranks; where a linear is
             called several times in a microbatch, index of the call.
         num_tokens: Number of tokens of the microbatch, over all ranks of the tensor axis.
-        rows: S single tokens, then the R tokens of complete tiles. Where all tokens are measured,
-            S = R = num_tokens: `rows` has each token once. Of norms alone R = 0.
-        single: Which of `rows` are the single tokens.
-        of_dgrad: Which of the single tokens dgrad is measured on.
-        in_tiles: Which of `rows` are the tokens of complete tiles.
-        first_feature: The first output feature that wgrad is measured on; None leaves none out.
-        expansions: Factors from sums over the measured tokens to sums over all tokens, by what
-            `Column.over` calls them: `tokens`, `dgrad` and `tiles`.
+        rows: The sampled tokens.
         input: X of the sample's rows that this rank holds.
     """
 
     index: int
     num_tokens: int
     rows: SampledRows
-    single: slice
-    of_dgrad: slice
-    in_tiles: slice
-    first_feature: int | None
-    expansions: Mapping[str, float]
     input: OwnRows | None = None
+
+    @property
+    def expansion(self) -> float:
+        """Factor from sums over the sampled tokens to sums over all tokens."""
+        return self.num_tokens / len(self.rows) if len(self.rows) else 1.0
 
 
 def is_measured(
@@ -190,61 +173,58 @@ def is_measured(
 def draw_sample(settings: MeasureSettings, num_tokens: int, index: int) -> Sample:
     """Return the sample of a microbatch, without X; its rows are of all ranks' tokens together.
 
-    A microbatch whose tokens the rounded-up sample covers is measured completely.
-
     Args:
         settings: What is observed; its seed and iteration decide which tokens are drawn.
         num_tokens: Number of tokens of the microbatch, over all ranks of the tensor axis.
         index: `Sample.index`.
     """
-    tile = max((fmt.tile for fmt in settings.formats.values()), default=1)
     wanted = min(max(num_tokens // TOKENS_PER_SAMPLE, LEAST_TOKENS), MOST_TOKENS)
-    num_tiles = math.ceil(num_tokens / tile)
-    num_chosen = math.ceil(wanted / tile)
-    # All tokens, once each, unless some can be left out.
     rows = torch.arange(num_tokens)
-    single = of_dgrad = slice(None)
-    in_tiles = slice(None) if settings.products else slice(0, 0)
-    first_feature = None
-    expansions = {"tokens": 1.0, "dgrad": 1.0, "tiles": 1.0}
-    if not settings.all_tokens and num_chosen < num_tiles:
-        word = StreamKey(settings.seed, "sampled tokens", settings.iteration, index).word
-        generator = torch.Generator().manual_seed(word >> 1)  # a seed has 63 bits
-        drawn = torch.randperm(num_tokens, generator=generator)[:wanted]
-        if not settings.products:
-            expansions = dict.fromkeys(expansions, num_tokens / wanted)
-            singles = SampledRows(drawn)
-            return Sample(index, num_tokens, singles, single, of_dgrad, in_tiles, None, expansions)
-        chosen = torch.randperm(num_tiles, generator=generator)[:num_chosen].sort().values
-        tiled = (chosen[:, None] * tile + torch.arange(tile)).reshape(-1)
-        rows = torch.cat([drawn, tiled[tiled < num_tokens]])
-        single = slice(wanted)
-        of_dgrad = slice(wanted // DGRAD_STRIDE)
-        in_tiles = slice(wanted, None)
-        key = StreamKey(settings.seed, "sampled features", settings.iteration, 0)
-        first_feature = (key.word + index) % FEATURE_STRIDE  # four microbatches cover all
-        expansions = {
-            "tokens": num_tokens / wanted,
-            "dgrad": num_tokens / (wanted // DGRAD_STRIDE),
-            "tiles": num_tiles / num_chosen,
-        }
-    return Sample(
-        index, num_tokens, SampledRows(rows), single, of_dgrad, in_tiles, first_feature, expansions
-    )
+    if not settings.all_tokens and wanted < num_tokens:
+        key = StreamKey(settings.seed, "sampled tokens", settings.iteration, index)
+        rows = _permutation(num_tokens, key)[:wanted]
+    return Sample(index, num_tokens, SampledRows(rows))
 
 
-def sampled_features(stream: StochasticStream, cols: int, first: int | None) -> slice:
-    """Return the output features of this shard that wgrad is measured on.
+class WeightRows(NamedTuple):
+    """Which rows of W are measured.
+
+    Attributes:
+        own: int64 [R], those that this shard holds, as indices of its own rows; None for all.
+        num_rows: Number of rows over all shards.
+    """
+
+    own: Tensor | None
+    num_rows: int
+
+
+def draw_weight_rows(settings: MeasureSettings, columns: ColumnMap) -> WeightRows:
+    """Return the rows of W that are measured, on the CPU: complete tiles of the unsharded W.
+
+    So formats with blocks of rows are measured exactly, if shards do not divide the blocks.
 
     Args:
-        stream: The stream of grad_output; it knows which output features of the linear the shard
-            holds.
-        cols: Number of output features of the shard.
-        first: `Sample.first_feature`.
+        settings: What is observed; its seed and iteration decide which tiles are drawn.
+        columns: Which columns of grad_output, and so which rows of W, the shard holds.
     """
-    if first is None or stream.column_map(cols).global_chunk % FEATURE_MULTIPLE:
-        return slice(None)
-    return slice(first, None, FEATURE_STRIDE)
+    num_rows = columns.global_cols
+    tile = max((fmt.weight_block[0] for fmt in settings.formats.values()), default=1)
+    num_tiles = math.ceil(num_rows / tile)
+    wanted = math.ceil(num_tiles / WEIGHT_TILES_PER_SAMPLE)
+    if settings.all_tokens or wanted == num_tiles:
+        return WeightRows(None, num_rows)
+    key = StreamKey(settings.seed, "sampled rows of W", settings.iteration, 0)
+    is_drawn = torch.zeros(num_tiles, dtype=torch.bool)
+    is_drawn[_permutation(num_tiles, key)[:wanted]] = True
+    rows = torch.arange(num_rows)
+    num_own = num_rows // (columns.global_chunk // columns.local_chunk)
+    own = is_drawn[columns.columns(rows[:num_own]) // tile].nonzero().squeeze(1)
+    return WeightRows(own, int(is_drawn[rows // tile].sum()))
+
+
+def _permutation(count: int, key: StreamKey) -> Tensor:
+    generator = torch.Generator().manual_seed(key.word >> 1)  # a seed has 63 bits
+    return torch.randperm(count, generator=generator)
 
 
 def rows_of(matrix: Tensor, rows: SampledRows, is_split: bool, axis: Axis) -> OwnRows:
@@ -267,10 +247,3 @@ def to_device(device: torch.device, tensor: Tensor) -> Tensor:
     if device.type != "cuda":
         return tensor
     return tensor.pin_memory().to(device, non_blocking=True)
-
-
-@lru_cache(maxsize=256)
-@torch.inference_mode(False)
-def constant(device: torch.device, numbers: tuple[int, ...]) -> Tensor:
-    """Return integers on a device, int64; the same tensor each time, which is not written to."""
-    return to_device(device, torch.tensor(numbers))

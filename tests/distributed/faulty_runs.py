@@ -98,7 +98,7 @@ def not_a_number(call: Callable[[], Any]) -> Any:
 
 MOMENTS = (ShardSums, "of")
 FORWARD = (observer, "rows_of")
-BACKWARD = (observer, "norm_sums")
+BACKWARD = (observer, "operand_sums")
 REDUCE = (reduce, "_fill")
 PROBLEM = (observation, "divergence_table")
 SUBMIT = (SolverProcess, "submit")

@@ -17,6 +17,7 @@ from megatron_snip.statistics.added import Statistic
 from megatron_snip.statistics.optimizer_state import is_sharded, optimizer_shards
 from megatron_snip.statistics.sample import MeasureSettings
 from megatron_snip.statistics.sensitivity import Sensitivity, gather_sensitivities
+from megatron_snip.topology import Topology
 from megatron_snip.types import Operand
 from tests.distributed.launch import run_ranks
 from tests.distributed.layouts import OVERLAP, SHARDED
@@ -27,10 +28,8 @@ from tests.unit.statistics.equations import (
     STEP,
     Toy,
     axis_topology,
-    is_of_products,
     largest_error,
     row_of,
-    wanted_norms,
 )
 from tests.unit.statistics.health_definitions import check_health
 
@@ -40,7 +39,6 @@ TOYS: dict[str, dict[str, Any]] = {
     "column, tokens split": {"kind": "column", "axis": "tp", "split": True},
     "data": {"kind": "row", "axis": "data"},
 }
-TOYS |= {f"{name}, norms": {**case, "products": False} for name, case in TOYS.items()}
 OPTIMIZERS: dict[str, tuple[str, dict[str, Any]]] = {
     "fp32": ("FP32Optimizer", {}),
     "fp32 distributed": ("DistributedOptimizer", SHARDED),
@@ -58,13 +56,12 @@ def toys(cases: dict[str, dict[str, Any]]) -> dict[str, Any]:
             dist.get_rank(), dist.get_world_size(), dist.group.WORLD, case["axis"]
         )
         toy = Toy.make(case["kind"], microbatches=4)
-        products = case.get("products", True)
-        settings = MeasureSettings(FORMATS, STEP, SEED, all_tokens=True, products=products)
-        row = row_of(toy.observed(topology, settings, split=case.get("split", False)))
-        if not products:
-            row = {name: value for name, value in row.items() if not is_of_products(name)}
+        split = case.get("split", False)
+        sampled = row_of(toy.observed(topology, MeasureSettings(FORMATS, STEP, SEED), split=split))
+        every = MeasureSettings(FORMATS, STEP, SEED, all_tokens=True)
+        row = row_of(toy.observed(topology, every, split=split))
         assert toy.health is not None
-        results[name] = {"row": row, "health": toy.health.to_dict()}
+        results[name] = {"row": row, "sampled": sampled, "health": toy.health.to_dict()}
     return results
 
 
@@ -182,9 +179,11 @@ def test_shards_of_two_ranks_add_up(found_of_toys: list[dict[str, Any]], name: s
     found = found_of_toys[0][name]
     assert found == found_of_toys[1][name]
     toy = Toy.make(TOYS[name]["kind"], microbatches=4)
-    wanted = toy.wanted() if TOYS[name].get("products", True) else wanted_norms(toy)
-    assert largest_error(found["row"], wanted) < 2e-5
+    assert largest_error(found["row"], toy.wanted()) < 2e-5
     check_health(found["health"]["linears"][0], toy)
+    # The sample is that of one rank: the same tokens, and the same rows of W.
+    alone = row_of(toy.observed(Topology(), MeasureSettings(FORMATS, STEP, SEED)))
+    assert largest_error(found["sampled"], alone) < 2e-5
 
 
 def test_a_statistic_that_fails_on_one_rank_is_left_out_on_all() -> None:

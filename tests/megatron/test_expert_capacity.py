@@ -109,4 +109,4 @@ def test_a_repeated_pass_is_the_one_that_counts(session: Session) -> None:
 
 
 def observer() -> StepObserver:
-    return StepObserver(MeasureSettings({"fp8": FORMATS["fp8"]}, 1, 7), Topology(), {})
+    return StepObserver(MeasureSettings({"fp8": FORMATS["fp8"]}, 1, 7), Topology())

@@ -94,7 +94,7 @@ class Job:
 
     def observer(self) -> StepObserver:
         formats = self.model.measured_formats(("bf16", "mxfp8"))
-        return StepObserver(MeasureSettings(formats, 1, 7), Topology(), {})
+        return StepObserver(MeasureSettings(formats, 1, 7), Topology())
 
 
 def graph_of(stage: str = "training") -> Any:

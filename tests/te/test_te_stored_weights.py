@@ -247,7 +247,7 @@ def test_linears_planned_otherwise_multiply_the_exact_gathered_weights() -> None
 def measure(model: Any, under: PlannedModel) -> HealthTable:
     formats = under.measured_formats(("fp8", "fp4"))
     names = frozenset(linear.name for linear in under.job.linears)
-    observer = StepObserver(MeasureSettings(formats, 1, 7, names), Topology(), {})
+    observer = StepObserver(MeasureSettings(formats, 1, 7, names), Topology())
     with under.runtime.observed_by(observer):
         losses(model)
     return observer.table(under.job.linears, 1.0, 3.0)[1]

@@ -71,7 +71,7 @@ def measuring(under: PlannedModel) -> Before:
 
     def watch(step: int) -> Any:
         settings = MeasureSettings(formats, iteration=step + 1, seed=7)
-        observer = StepObserver(settings, under.runtime.topology, {})
+        observer = StepObserver(settings, under.runtime.topology)
         return under.runtime.observed_by(observer)
 
     return watch

@@ -11,7 +11,9 @@ from megatron_snip.collectives import Control, RemoteFailure
 from megatron_snip.errors import PlanningError
 from megatron_snip.log import forget_warnings, set_iteration, warn_once_per_job
 from megatron_snip.reporting.events import Event, Metrics, Reporter
-from megatron_snip.statistics.row_sums import RankRows
+from megatron_snip.statistics.rank_sums import RankSums
+from megatron_snip.statistics.sample import MeasureSettings
+from megatron_snip.topology import Topology
 
 
 @pytest.fixture(autouse=True)
@@ -59,7 +61,7 @@ def test_a_failure_whose_text_differs_each_time_is_logged_once(
     for size in range(3):
         with pytest.raises(RemoteFailure, match=f"failed on rank 0: .* {size} bytes"):
             Control().attempt("measuring", partial(allocate, size))
-        sums = RankRows()
+        sums = RankSums(MeasureSettings({}, 1, 0), Topology())
         try:
             allocate(size)
         except MemoryError as error:
@@ -82,7 +84,7 @@ def test_errors_made_for_users_have_no_traceback(caplog: pytest.LogCaptureFixtur
 
 
 def test_a_linear_that_cannot_be_measured_is_named(caplog: pytest.LogCaptureFixture) -> None:
-    sums = RankRows()
+    sums = RankSums(MeasureSettings({}, 1, 0), Topology())
     for name in ("decoder.a", "decoder.b"):  # the first failure counts
         try:
             fail()

@@ -71,9 +71,8 @@ def test_a_simulated_linear_waits_for_nothing(option: str) -> None:
     assert not waits.found
 
 
-@pytest.mark.parametrize("products", [False, True])
 @pytest.mark.parametrize("all_tokens", [False, True])
-def test_a_measured_linear_waits_for_nothing(all_tokens: bool, products: bool) -> None:
+def test_a_measured_linear_waits_for_nothing(all_tokens: bool) -> None:
     weight = torch.randn(256, 128).requires_grad_()
     optimizer = torch.optim.AdamW([weight])
     for _ in range(2):
@@ -83,10 +82,8 @@ def test_a_measured_linear_waits_for_nothing(all_tokens: bool, products: bool) -
         found = gather_sensitivities({PLACE: weight}, optimizer, Topology())
     assert waits.found.count("tolist") == 1  # for all weights together
     assert set(waits.found) == {"tolist", "item"}  # the number of steps, which is on the CPU
-    settings = MeasureSettings(
-        FORMATS, iteration=3, seed=0, all_tokens=all_tokens, products=products
-    )
-    observer = StepObserver(settings, Topology(), found)
+    settings = MeasureSettings(FORMATS, iteration=3, seed=0, all_tokens=all_tokens)
+    observer = StepObserver(settings, Topology())
     with Waits() as waits:
         for _ in range(2):
             x = torch.randn(1024, 128)

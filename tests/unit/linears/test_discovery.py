@@ -258,7 +258,7 @@ def test_a_vision_encoder_is_not_taken_for_the_language_model(
         "layers beside the language model keep the run's precision: "
         "0.vision_model.decoder.layers (2 layers)"
     ]
-    observer = StepObserver(MeasureSettings({"fp8": get_format("fp8")}, 1, 0), Topology(), {})
+    observer = StepObserver(MeasureSettings({"fp8": get_format("fp8")}, 1, 0), Topology())
     with model.runtime.observed_by(observer):
         measured = loss()
         measured.backward()

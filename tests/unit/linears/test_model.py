@@ -86,7 +86,7 @@ def test_an_iteration_that_is_not_observed_runs_megatron_s_operations(
     model = PlannedModel([built], Topology(), seed=0)
     model.install()
     assert operations() == wanted
-    observer = StepObserver(MeasureSettings({"fp8": get_format("fp8")}, 1, 0), Topology(), {})
+    observer = StepObserver(MeasureSettings({"fp8": get_format("fp8")}, 1, 0), Topology())
     with model.runtime.observed_by(observer):
         assert len(operations()) > 2 * len(wanted)
     assert operations() == wanted
@@ -141,7 +141,7 @@ def test_encoders_are_measured_and_run_their_plan(make_model: MakeModel, kind: s
     model.install()
     assert {info.name.split(".")[0] for info in model.job.linears} == set(blocks)
     assert len(model.job.linears) == (8 if kind == "bert" else 8 + 14)
-    observer = StepObserver(MeasureSettings({"fp8": get_format("fp8")}, 1, 0), Topology(), {})
+    observer = StepObserver(MeasureSettings({"fp8": get_format("fp8")}, 1, 0), Topology())
     with model.runtime.observed_by(observer):
         measured = loss()
         measured.backward()

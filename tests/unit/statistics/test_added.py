@@ -11,13 +11,13 @@ from torch import Tensor
 from megatron_snip.log import forget_warnings
 from megatron_snip.statistics import added
 from megatron_snip.statistics.added import Statistic
+from megatron_snip.statistics.operands import MEASURED_IN
 from megatron_snip.statistics.records import StatisticsTable, named_statistics, running_mean
 from megatron_snip.statistics.sample import MeasureSettings
 from megatron_snip.topology import Topology
-from megatron_snip.types import Gemm, Operand
+from megatron_snip.types import Operand
 from tests.unit.statistics.equations import FORMATS, SEED, STEP, Toy, row_of
 
-GEMMS = {Operand.INPUT: Gemm.FPROP, Operand.WEIGHT: Gemm.FPROP, Operand.GRAD_OUTPUT: Gemm.DGRAD}
 SCALE = 0.125
 
 
@@ -53,7 +53,7 @@ def test_sums_and_maxima_are_what_their_definition_says(kind: str, operand: Oper
         total, most = 0.0, -float("inf")
         for microbatch, original in enumerate(originals):
             x = original.double().numpy()
-            quantized = toy.quantized(original, fmt, operand, GEMMS[operand], microbatch)
+            quantized = toy.quantized(original, fmt, operand, MEASURED_IN[operand], microbatch)
             total += abs(x - quantized).sum()
             most = max(most, (x + quantized).max())
         if operand is Operand.WEIGHT:

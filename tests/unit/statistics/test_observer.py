@@ -1,7 +1,7 @@
 """What an observed iteration measures, of which sample, and that observing changes nothing."""
 
+import math
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -11,8 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from megatron_snip.collectives import RemoteFailure
 from megatron_snip.formats import DELAYED, Format
-from megatron_snip.quantizers.stochastic import ColumnMap, StochasticStream, StreamKey
-from megatron_snip.quantizers.together import GemmOperand, Quantized
+from megatron_snip.quantizers.stochastic import ColumnMap
 from megatron_snip.statistics import measure
 from megatron_snip.statistics import observer as observer_module
 from megatron_snip.statistics.observer import StepObserver
@@ -20,13 +19,14 @@ from megatron_snip.statistics.sample import (
     MOST_MICROBATCHES,
     MeasureSettings,
     draw_sample,
+    draw_weight_rows,
     is_measured,
     rows_of,
-    sampled_features,
 )
 from megatron_snip.topology import Axis, Placement, Topology
-from megatron_snip.types import Gemm, Operand
+from megatron_snip.types import Operand
 from tests.unit.statistics.equations import FORMATS, NAME, SEED, STEP, Toy, largest_error, row_of
+from tests.unit.statistics.health_definitions import check_health
 
 ALL = MeasureSettings(FORMATS, STEP, SEED, all_tokens=True)
 
@@ -37,9 +37,12 @@ def test_every_column_is_what_its_definition_says(kind: str, grad_scale: float) 
     toy = Toy.make(kind)
     found = row_of(toy.observed(Topology(), grad_scale=grad_scale))
     assert largest_error(found, toy.wanted(grad_scale)) < 2e-5
+    assert toy.health is not None
+    (health,) = toy.health.to_dict()["linears"]
+    check_health(health, toy, grad_scale)
 
 
-def test_a_sample_of_tokens_is_without_bias() -> None:
+def test_a_sample_is_without_bias() -> None:
     """Mean over 60 samples against that over 6 rounds of all tokens, to 4 standard errors.
 
     Both scatter: stochastic rounding draws anew in each step.
@@ -54,8 +57,6 @@ def test_a_sample_of_tokens_is_without_bias() -> None:
 
     samples, complete = rows(60, False), rows(6, True)
     for key in samples[0]:
-        if key == "wgrad_square" or key.endswith(".first"):
-            continue  # a sum that is coherent over tokens; a sum of both signs
         found, wanted = (
             torch.tensor([row[key] for row in each], dtype=torch.float64)
             for each in (samples, complete)
@@ -71,17 +72,16 @@ def test_the_first_microbatches_stand_for_a_batch_of_many() -> None:
     toy = Toy.make("column", microbatches=MOST_MICROBATCHES + 8, tokens=16)
     for x in toy.inputs[MOST_MICROBATCHES:]:
         x.fill_(torch.nan)
-    found = row_of(toy.observed(Topology(), MeasureSettings(FORMATS, STEP, SEED)))
+    settings = MeasureSettings(FORMATS, STEP, SEED)
+    found = row_of(toy.observed(Topology(), settings))
     alone = replace(toy, inputs=toy.inputs[:MOST_MICROBATCHES])
     alone.grads = alone.grads[:MOST_MICROBATCHES]
-    of_first = row_of(alone.observed(Topology()))
+    of_first = row_of(alone.observed(Topology(), settings))
     for name, value in found.items():
         column = name.rpartition(".")[2]
         expansion = (MOST_MICROBATCHES + 8) / MOST_MICROBATCHES
-        if column in ("weight_square", "weight_error_square", "update_square"):
+        if column in ("weight_square", "weight_error_square"):
             expansion = 1.0
-        elif column in ("fisher", "aligned_fisher"):
-            expansion **= 2  # they have a factor T as well
         assert value == pytest.approx(expansion * of_first[name], rel=1e-12), name
     assert (found["microbatches"], found["tokens"]) == (40, 40 * 16)
 
@@ -109,7 +109,7 @@ def test_of_a_repeated_layer_complete_microbatches_are_measured(data_ranks: int)
     x, w = torch.ones(8, 128), torch.ones(64, 128, requires_grad=True)
     num_measuring = 0
     for rank in range(data_ranks):
-        observer = StepObserver(settings, Topology(data=Axis(rank, data_ranks)), {})
+        observer = StepObserver(settings, Topology(data=Axis(rank, data_ranks)))
         for _ in range(192 // data_ranks):
             for size in (1.0, 3.0):
                 output = torch.nn.functional.linear(size * x, w)
@@ -126,7 +126,7 @@ def test_thirds_of_a_microbatch_add_up_to_whole_ones() -> None:
     settings = MeasureSettings({"fp8": FORMATS["fp8"]}, STEP, SEED)
     place = Placement("mtp.layers.0.mlp.linear_fc1", 0, "column", 128, 64, num_calls=3)
     x, w = torch.ones(8, 128), torch.ones(64, 128, requires_grad=True)
-    observer = StepObserver(settings, Topology(), {})
+    observer = StepObserver(settings, Topology())
     for _ in range(3 * 128):
         output = torch.nn.functional.linear(x, w)
         observer.observe(place, x, w, output).sum().backward()
@@ -136,7 +136,7 @@ def test_thirds_of_a_microbatch_add_up_to_whole_ones() -> None:
 
 def test_counting_is_a_part_of_what_measuring_costs() -> None:
     settings = MeasureSettings(FORMATS, STEP, SEED, names=frozenset())
-    observer = StepObserver(settings, Topology(), {})
+    observer = StepObserver(settings, Topology())
     x, w = torch.ones(8, 128), torch.ones(64, 128, requires_grad=True)
     place = Placement("decoder.layers.0.mlp.linear_fc1", 0, "column", 128, 64)
     output = observer.observe(place, x, w, torch.nn.functional.linear(x, w))
@@ -158,7 +158,7 @@ def test_microbatches_of_any_length_count_once() -> None:
 def test_a_forward_counts_if_a_backward_reaches_it(names: frozenset[str] | None) -> None:
     """A checkpoint without reentrant autograd runs two forwards with gradients, one backward."""
     settings = MeasureSettings(FORMATS, STEP, SEED, names)
-    observer = StepObserver(settings, Topology(), {})
+    observer = StepObserver(settings, Topology())
     x, w = torch.randn(64, 128), torch.randn(32, 128, requires_grad=True)
     wanted = 0.0
     for _ in range(2):
@@ -177,7 +177,7 @@ def test_a_forward_counts_if_a_backward_reaches_it(names: frozenset[str] | None)
 
 def test_a_rank_whose_microbatch_is_not_measured_only_counts_its_tokens() -> None:
     settings = MeasureSettings({"fp8": DELAYED}, STEP, SEED)
-    observer = StepObserver(settings, Topology(data=Axis(50, 64)), {})
+    observer = StepObserver(settings, Topology(data=Axis(50, 64)))
     place = Placement(NAME, 0, "column", 128, 64)
     x, w = torch.randn(32, 128), torch.randn(64, 128, requires_grad=True)
     asked: list[Format] = []
@@ -195,43 +195,8 @@ def test_a_rank_whose_microbatch_is_not_measured_only_counts_its_tokens() -> Non
     assert asked == [DELAYED, DELAYED]
 
 
-def test_the_tokens_of_the_batch_are_those_of_linears_that_are_not_measured_as_well() -> None:
-    """An expert that dropped tokens is measured without the dense linear."""
-    dense = Placement("decoder.layers.0.self_attention.linear_qkv", 0, "column", 128, 64)
-    expert = Placement("decoder.layers.0.mlp.experts.linear_fc1", 0, "column", 128, 64, expert=0)
-    x, w = torch.randn(96, 128), torch.randn(64, 128, requires_grad=True)
-
-    def fisher(names: frozenset[str] | None) -> float:
-        observer = StepObserver(MeasureSettings(FORMATS, STEP, SEED, names), Topology(), {})
-        for place, rows in ((dense, x), (expert, x[:32])):
-            output = torch.nn.functional.linear(rows, w)
-            observer.observe(place, rows, w, output).sum().backward()
-        table, _ = observer.table([dense.info, expert.info], 1.0, None)
-        return table.linears[1].formats["fp4"].fisher
-
-    assert fisher(frozenset([expert.name])) == fisher(None) > 0
-
-
-def test_rows_that_pad_experts_are_no_tokens_of_the_batch() -> None:
-    """`--moe-pad-expert-input-to-capacity` gives experts more rows than there are tokens."""
-    dense = Placement("decoder.layers.0.self_attention.linear_qkv", 0, "column", 128, 64)
-    expert = Placement("decoder.layers.0.mlp.experts.linear_fc1", 0, "column", 128, 64, expert=0)
-    x, w = torch.randn(96, 128), torch.randn(64, 128, requires_grad=True)
-
-    def fisher(of_expert: torch.Tensor) -> float:
-        observer = StepObserver(MeasureSettings(FORMATS, STEP, SEED), Topology(), {})
-        for place, rows in ((dense, x), (expert, of_expert)):
-            output = torch.nn.functional.linear(rows, w)
-            observer.observe(place, rows, w, output).sum().backward()
-        table, _ = observer.table([dense.info, expert.info], 1.0, None)
-        return table.linears[0].formats["fp4"].fisher
-
-    padded = torch.cat([x, torch.zeros(160, 128)])
-    assert fisher(padded) == fisher(x) > 0
-
-
 def test_experts_without_tokens_while_they_are_measured_count_as_not_measured() -> None:
-    observer = StepObserver(MeasureSettings(FORMATS, STEP, SEED), Topology(), {})
+    observer = StepObserver(MeasureSettings(FORMATS, STEP, SEED), Topology())
     place = Placement("decoder.layers.0.mlp.experts.linear_fc1", 0, "column", 128, 64, expert=0)
     w = torch.randn(64, 128, requires_grad=True)
     for i in range(MOST_MICROBATCHES + 1):
@@ -240,14 +205,6 @@ def test_experts_without_tokens_while_they_are_measured_count_as_not_measured() 
         observer.observe(place, rows, w, output).sum().backward()
     (row,) = observer.table([place.info], 1.0, None)[0].linears
     assert (row.microbatches, row.tokens, row.input_square) == (0, 0, 0)
-
-
-def test_errors_of_wgrad_add_as_squares_over_microbatches() -> None:
-    """Against the error of the summed gradient by brute force; 2,048 errors scatter by 5 %."""
-    toy = Toy.make("column", microbatches=8, tokens=256)
-    total = sum(toy.wgrad_error("fp4", m) for m in range(8))
-    found = row_of(toy.observed(Topology()))["fp4.wgrad_error_square"]
-    assert found == pytest.approx(float((total**2).sum()), rel=0.05)
 
 
 def linear_with_tap(observer: StepObserver, x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
@@ -267,7 +224,7 @@ def gradients(run: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 
 @pytest.mark.parametrize("recompute", [False, True])
 def test_observing_changes_no_bit_and_recompute_is_counted_once(recompute: bool) -> None:
-    observer = StepObserver(ALL, Topology(), {})
+    observer = StepObserver(ALL, Topology())
 
     def run(x: torch.Tensor, w: torch.Tensor) -> Any:
         if not recompute:
@@ -284,15 +241,15 @@ def test_observing_changes_no_bit_and_recompute_is_counted_once(recompute: bool)
     info = Placement(NAME, 0, "column", 128, 128).info
     row = observer.table([info], 1.0, None)[0].linears[0]
     assert (row.microbatches, row.tokens) == (1.0, 256.0)
-    nothing = StepObserver(MeasureSettings(FORMATS, 0, 0, frozenset()), Topology(), {})
+    nothing = StepObserver(MeasureSettings(FORMATS, 0, 0, frozenset()), Topology())
     gradients(lambda x, w: linear_with_tap(nothing, x, w))  # linears that are not asked for
     (row,) = nothing.table([info], 1.0, None)[0].linears
-    assert row.microbatches == 0.0 and row.formats["fp4"].fisher == 0.0
+    assert row.microbatches == 0.0 and row.formats["fp4"].input_error_square == 0.0
 
 
 @pytest.mark.parametrize(
     ("place", "error"),
-    [("rows_of", RuntimeError("a bug")), ("partial_sums", torch.OutOfMemoryError("no memory"))],
+    [("rows_of", RuntimeError("a bug")), ("operand_sums", torch.OutOfMemoryError("no memory"))],
 )
 def test_a_tap_that_fails_leaves_the_backward_alone(
     monkeypatch: pytest.MonkeyPatch, error: Exception, place: str
@@ -308,7 +265,7 @@ def test_a_tap_that_fails_leaves_the_backward_alone(
         return real(*args, **named)
 
     monkeypatch.setattr(observer_module, place, fail)
-    observer = StepObserver(ALL, Topology(), {})
+    observer = StepObserver(ALL, Topology())
     observed = gradients(lambda x, w: linear_with_tap(observer, x, w))
     plain = gradients(torch.nn.functional.linear)
     assert all(torch.equal(a, b) for a, b in zip(observed, plain, strict=True))
@@ -320,13 +277,14 @@ def test_a_tap_that_fails_leaves_the_backward_alone(
 
 @pytest.mark.parametrize("tokens", [0, 1, 130])
 def test_experts_with_few_tokens_or_none(tokens: int) -> None:
-    observer = StepObserver(MeasureSettings(FORMATS, 0, 0), Topology(), {})
+    observer = StepObserver(MeasureSettings(FORMATS, 0, 0), Topology())
     w = torch.randn(64, 128, requires_grad=True)
     linear_with_tap(observer, torch.randn(tokens, 128), w).sum().backward()
     info = Placement(NAME, 0, "column", 128, 64).info
     (row,) = observer.table([info], 1.0, None)[0].linears
     assert row.tokens == tokens and row.microbatches == 1.0
-    assert (row.formats["fp4"].output_error_square > 0) == (tokens > 0)
+    assert (row.formats["fp4"].input_error_square > 0) == (tokens > 0)
+    assert row.formats["fp4"].weight_error_square > 0
 
 
 def test_tokens_of_several_senders_are_measured_as_microbatches_of_their_own() -> None:
@@ -338,7 +296,7 @@ def test_tokens_of_several_senders_are_measured_as_microbatches_of_their_own() -
     parts = {0: place_of[:128], 1: place_of[128:]}
     topology = Topology(data=Axis(0, 2))
     place = Placement(NAME, 0, "column", 256, 512, expert=3)
-    observer = StepObserver(ALL, topology, {}, lambda placement, rows: parts)
+    observer = StepObserver(ALL, topology, lambda placement, rows: parts)
     weight = toy.weight.clone().requires_grad_()
     mixed = x[order]
     tapped = observer.observe(place, mixed, weight, torch.nn.functional.linear(mixed, weight))
@@ -346,64 +304,114 @@ def test_tokens_of_several_senders_are_measured_as_microbatches_of_their_own() -
     (row,) = observer.table([place.info], 1.0, None)[0].linears
     wanted = toy.wanted()
     assert (row.microbatches, row.tokens) == (2.0, 256.0)
-    for name in ("fisher", "aligned_fisher", "wgrad_error_square", "input_grad_error_square"):
-        # Stochastic rounding draws by expert, the reference by dense linear.
-        tolerance = 1e-5 if "fisher" in name else 0.03
-        assert getattr(row.formats["fp4"], name) == pytest.approx(
-            wanted[f"fp4.{name}"], rel=tolerance
-        )
+    found = row.formats["fp4"]
+    assert found.input_error_square == pytest.approx(wanted["fp4.input_error_square"], rel=1e-5)
+    # Stochastic rounding draws by expert, the reference by dense linear.
+    assert found.grad_error_square == pytest.approx(wanted["fp4.grad_error_square"], rel=0.03)
 
 
-def test_a_weight_is_quantized_once_for_all_senders(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_weight_is_measured_once_for_all_senders_and_microbatches(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """And the sums are bit for bit those of a call of the linear for each sender."""
     toy = Toy.make("column", microbatches=3)
     place = replace(toy.placement(Topology()), expert=3)
-    real = measure.quantize_dequantize_operands
-    calls: Counter[tuple[Operand, Gemm]] = Counter()
+    real = measure.prepare
+    calls: Counter[Operand] = Counter()
 
-    def counted(entries: Sequence[GemmOperand], fmt: Format) -> list[Quantized]:
-        calls.update((entry.operand, entry.gemm) for entry in entries)
-        return real(entries, fmt)
+    def counted(x: torch.Tensor, fmt: Format, operand: Operand, *args: Any) -> Any:
+        calls[operand] += 1
+        return real(x, fmt, operand, *args)
 
-    monkeypatch.setattr(measure, "quantize_dequantize_operands", counted)
+    monkeypatch.setattr(measure, "prepare", counted)
 
     def observed(xs: Any, gs: Any, topology: Topology, parts: Any) -> Any:
-        observer = StepObserver(ALL, topology, {}, lambda placement, rows: parts)
+        observer = StepObserver(ALL, topology, lambda placement, rows: parts)
         weight = toy.weight.bfloat16().requires_grad_()
         for x, g in zip(xs, gs, strict=True):
             output = torch.nn.functional.linear(x.bfloat16(), weight)
             observer.observe(place, x.bfloat16(), weight, output).backward(g.bfloat16())
         statistics, health = observer.table([place.info], 1.0, None)
-        return vars(statistics.linears[0]), health.to_dict()
+        return statistics.to_dict(), health.to_dict()  # NaN is None there
 
     parts = dict(enumerate(torch.arange(3 * 128).split(128)))
     together = observed(
         [torch.cat(toy.inputs)], [torch.cat(toy.grads)], Topology(data=Axis(0, 3)), parts
     )
-    # Both formats have square blocks: fprop's copy serves dgrad.
-    assert calls[Operand.WEIGHT, Gemm.FPROP] == len(FORMATS)
-    assert calls[Operand.WEIGHT, Gemm.DGRAD] == 0
-    assert calls[Operand.INPUT, Gemm.FPROP] == 3 * len(FORMATS)
+    number = len(FORMATS)
+    once = {Operand.WEIGHT: number, Operand.INPUT: 3 * number, Operand.GRAD_OUTPUT: 3 * number}
+    assert calls == once
+    calls.clear()
     assert together == observed(toy.inputs, toy.grads, Topology(), None)
+    assert calls == once
 
 
-@pytest.mark.parametrize(("cols", "chunks"), [(512, 1), (768, 1), (512, 2), (516, 1), (264, 2)])
+@pytest.mark.parametrize(("cols", "chunks"), [(2048, 1), (2048, 2), (516, 1), (264, 2), (96, 1)])
 @pytest.mark.parametrize("world_size", [2, 4])
-def test_shards_measure_the_features_of_the_complete_linear(
+def test_shards_measure_the_rows_of_the_complete_weight(
     cols: int, chunks: int, world_size: int
 ) -> None:
-    """Also where a width does not divide: then every layout measures all of its features."""
+    settings = MeasureSettings(FORMATS, 7, 1)
 
-    def measured(size: int) -> list[int]:
+    def measured(size: int) -> tuple[list[int], set[int]]:
         maps = [ColumnMap.shard(cols // size, rank, size, chunks) for rank in range(size)]
-        local = torch.arange(cols // size)
-        streams = [StochasticStream(StreamKey(1, NAME, 7, 0), columns) for columns in maps]
-        sampled = [sampled_features(stream, cols // size, 3) for stream in streams]
-        parts = [m.columns(local)[s] for m, s in zip(maps, sampled, strict=True)]
-        return sorted(torch.cat(parts).tolist())
+        found = [draw_weight_rows(settings, each) for each in maps]
+        every = torch.arange(cols // size)
+        own = [
+            each.columns(every if rows.own is None else rows.own)
+            for each, rows in zip(maps, found, strict=True)
+        ]
+        return sorted(torch.cat(own).tolist()), {rows.num_rows for rows in found}
 
-    assert measured(world_size) == measured(1)
-    assert len(measured(1)) == (cols // 4 if cols // chunks % 256 == 0 else cols)
+    rows, numbers = measured(1)
+    assert measured(world_size) == (rows, numbers) and numbers == {len(rows)}
+    tiles = {row // 128 for row in rows}
+    assert len(tiles) == -(-cols // 128 // 4) or cols < 128
+    # Tiles are complete.
+    assert rows == [row for row in range(cols) if row // 128 in tiles]
+
+
+def test_the_rows_of_a_weight_change_with_the_iteration() -> None:
+    columns = ColumnMap(2048, 2048, 2048, 0)
+    drawn = [draw_weight_rows(MeasureSettings(FORMATS, i, 1), columns).own for i in range(20)]
+    seen = torch.cat([rows for rows in drawn if rows is not None]).unique()
+    assert len(seen) == 2048
+    assert draw_weight_rows(ALL, columns).own is None
+
+
+@pytest.mark.parametrize("kind", ["column", "row"])
+def test_a_quarter_of_the_rows_gives_the_error_of_a_weight(kind: Any) -> None:
+    """Rows as those of queries, keys and values: the size of a row differs by 16 between tiles.
+
+    |W|^2 is of all rows, and so exact; the relative error is of the sampled ones.
+    """
+    toy = Toy.make(kind, microbatches=1)
+    generator = torch.Generator().manual_seed(2)
+    toy.weight = torch.randn(2048, 256, generator=generator)
+    toy.weight *= torch.tensor([4.0, 1.0, 0.25, 1.0]).repeat_interleave(128).repeat(4)[:, None]
+    toy.grads = [torch.randn(128, 2048, generator=generator)]
+    wanted = row_of(toy.observed(Topology()))
+    for step in range(8):
+        found = row_of(toy.observed(Topology(), MeasureSettings(FORMATS, step, SEED)))
+        assert found["weight_square"] == wanted["weight_square"]
+        for name in ("fp8.weight_error_square", "fp4.weight_error_square"):
+            assert found[name] == pytest.approx(wanted[name], rel=0.1)
+
+
+def test_a_weight_of_zeros_has_no_error_and_one_of_which_zeros_were_drawn_has_nan() -> None:
+    """An error that is not known must not make low precision free."""
+    toy = Toy.make("column", microbatches=1)
+    settings = MeasureSettings(FORMATS, STEP, SEED)
+    toy.weight.zero_()
+    row = row_of(toy.observed(Topology(), settings))
+    assert (row["weight_square"], row["fp4.weight_error_square"]) == (0.0, 0.0)
+    drawn = draw_weight_rows(settings, ColumnMap(512, 512, 512, 0)).own
+    assert drawn is not None and len(drawn) == 128
+    toy.weight.fill_(1.0)
+    toy.weight[drawn] = 0.0
+    row = row_of(toy.observed(Topology(), settings))
+    assert row["weight_square"] == pytest.approx(3 * 128 * 256)
+    assert math.isnan(row["fp4.weight_error_square"])
 
 
 @pytest.mark.parametrize("all_tokens", [False, True])
@@ -416,12 +424,12 @@ def test_a_rank_stores_each_of_its_own_sampled_rows_and_no_others(all_tokens: bo
         rows_of(part, sample.rows, True, Axis(rank, 4)) for rank, part in enumerate(x.chunk(4))
     ]
     assert sum(len(part.values) for part in parts) == len(sample.rows)
-    assert len(sample.rows) == (1200 if all_tokens else 1200 // 16 + 128)
+    assert len(sample.rows) == (1200 if all_tokens else 1200 // 16)
     assert torch.equal(sum(part.with_zeros() for part in parts), x[sample.rows.indices])
 
 
 def test_the_forward_stores_the_rows_of_its_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Under sequence parallelism; `_keep` puts them into the sample."""
+    """Under sequence parallelism."""
     kept: list[tuple[torch.Size, int]] = []
 
     def rows(matrix: torch.Tensor, *args: Any) -> Any:
@@ -430,7 +438,7 @@ def test_the_forward_stores_the_rows_of_its_rank(monkeypatch: pytest.MonkeyPatch
         return own
 
     monkeypatch.setattr(observer_module, "rows_of", rows)
-    observer = StepObserver(MeasureSettings(FORMATS, 7, 1), Topology(), {})
+    observer = StepObserver(MeasureSettings(FORMATS, 7, 1), Topology())
     place = Placement(NAME, 0, "column", 128, 64, Axis(1, 4))
     x, w = torch.randn(300, 128), torch.randn(16, 128, requires_grad=True)
     output = torch.nn.functional.linear(torch.randn(1200, 128), w)
@@ -439,13 +447,3 @@ def test_the_forward_stores_the_rows_of_its_rank(monkeypatch: pytest.MonkeyPatch
     count = int(((sampled >= 300) & (sampled < 600)).sum())
     assert kept == [(torch.Size((count, 128)), count * 128 * 4)]
     assert 0 < count < len(sampled)
-
-
-def test_four_microbatches_measure_every_feature() -> None:
-    settings = MeasureSettings(FORMATS, iteration=7, seed=1)
-    first = [draw_sample(settings, 4096, microbatch).first_feature for microbatch in range(8)]
-    assert sorted(first[:4]) == [0, 1, 2, 3] and first[4:] == first[:4]
-    others = {draw_sample(MeasureSettings(FORMATS, i, 1), 4096, 0).first_feature for i in range(20)}
-    assert others == {0, 1, 2, 3}
-    every = MeasureSettings(FORMATS, 7, 1, all_tokens=True)
-    assert draw_sample(every, 4096, 0).first_feature is None
