@@ -147,7 +147,7 @@ def test_encoders_are_measured_and_run_their_plan(make_model: MakeModel, kind: s
         measured.backward()
     table, _ = observer.table(model.job.linears, 1.0, None)
     assert measured == wanted and all(row.microbatches == 1 for row in table.linears)
-    assert all(row.formats["fp8"].fisher > 0 for row in table.linears)
+    assert all(row.formats["fp8"].input_error_square > 0 for row in table.linears)
     model.apply({info.name: FP8 for info in model.job.linears})
     assert loss() != wanted and loss().item() == pytest.approx(wanted.item(), rel=0.2)
     model.apply({info.name: BF16 for info in model.job.linears})
