@@ -1,6 +1,6 @@
 """What SNIP costs a training iteration, measured or ordinary: time, and peak memory.
 
-    python -m benchmarks.refresh [--rounds 15] [--shape small] [--microbatches 1] [--measure norms]
+    python -m benchmarks.refresh [--rounds 15] [--shape small] [--microbatches 1]
 
 A BF16 Llama trains in this process as in a run with `--snip-collect-only`: forward and backward
 under the controller, optimizer, scheduler, metrics, and the files of each measurement. Three kinds
@@ -25,7 +25,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
 os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
@@ -59,18 +59,16 @@ SHAPES = {
 class Training:
     """Trains the lab's model: iterations that measure, ordinary ones, and ones without SNIP."""
 
-    def __init__(self, lab: Lab, folder: Path, measure: Literal["products", "norms"]) -> None:
+    def __init__(self, lab: Lab, folder: Path) -> None:
         """Start after the lab's steps so far.
 
         Args:
             lab: the model; it is left without its own planned linears.
             folder: for the files of the run.
-            measure: the setting `measure`.
         """
         self.config = SnipConfig(
             formats=("fp8", "fp4"),
             collect_only=True,
-            measure=measure,
             start_step=lab.step + 1,
             interval=3,
         )
@@ -206,7 +204,6 @@ def main(argv: list[str] | None = None) -> int:
     """Run, print a table, append a row of JSON."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
     parser.add_argument("--rounds", type=int, default=15, help="timed, of each kind")
-    parser.add_argument("--measure", choices=("products", "norms"), default="products")
     parser.add_argument("--microbatches", type=int, default=1, help="of an iteration")
     parser.add_argument(
         "--shape", choices=SHAPES, default="large" if has_gpu() else "small", help="of the model"
@@ -226,11 +223,12 @@ def main(argv: list[str] | None = None) -> int:
     }
     with open_lab(values) as lab, tempfile.TemporaryDirectory() as folder:
         lab.train(MIN_OPTIMIZER_STEPS)
-        training = Training(lab, Path(folder), args.measure)
+        training = Training(lab, Path(folder))
         result = compare(lab, training, args.rounds)
         training.close()
     _show(result)
-    row = {"shape": args.shape, "microbatches": args.microbatches, "measure": args.measure}
+    # Rows without "measure" are of products.
+    row = {"shape": args.shape, "microbatches": args.microbatches, "measure": "norms"}
     append_row(args.output, {**row, **result})
     return 0
 

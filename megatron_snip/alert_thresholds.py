@@ -15,15 +15,15 @@ HealthMeasure = Literal[
     "underflow",
     "saturated",
     "scale_spread",
-    "gemm_sqnr_db",
     "amax",
     "gradient_norm",
-    "update_ratio",
     "gradient_noise",
 ]
 """Measures of health; docs/glossary.md defines them."""
 
 _MEASURES = get_args(HealthMeasure)
+_GONE = {"gemm_sqnr_db": "sqnr_db", "update_ratio": "gradient_norm"}
+"""Measures up to 0.2, and what to watch instead."""
 _THRESHOLD = re.compile(
     rf"({'|'.join(_MEASURES)})\s*([<>])\s*([-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?)"
 )
@@ -56,6 +56,9 @@ def parse_thresholds(texts: Iterable[str]) -> tuple[AlertThreshold, ...]:
         match = _THRESHOLD.fullmatch(given)
         if match is None or not math.isfinite(float(match[3])):
             first_word = re.split(r"\W", given)[0]
+            if first_word in _GONE:
+                text = f"'{given}': {first_word} is not measured; use {_GONE[first_word]}"
+                raise UsageError(text)
             is_misspelled = first_word != "" and first_word not in _MEASURES
             hint = did_you_mean(first_word, _MEASURES) if is_misspelled else ""
             raise UsageError(

@@ -38,19 +38,6 @@ AUTO = "auto"
 FREE = "free"
 """What a pin gives to linears that the job's own rules fix: they are the planner's again."""
 
-OF_PRODUCTS = {
-    "loss_divergence": ("fisher", "first_plus_fisher"),
-    "weight_divergence": ("updates",),
-}
-"""The divergences that `measure: norms` gives no numbers for."""
-
-PRODUCTS_DEFAULTS = {
-    "loss_divergence": "fisher",
-    "weight_divergence": "updates",
-    "weight_lambda": 0.1,
-}
-"""The defaults of these settings under `measure: products`."""
-
 AUTO_FORMATS = ("fp8", "fp4")
 """What `auto` means where GEMMs are simulated. Under Transformer Engine it is two of these and bf16
 (linears/auto_formats.py)."""
@@ -138,24 +125,18 @@ class ScheduleFields(Section):
 class MeasureFields(Section):
     """What a refresh measures."""
 
-    measure: Literal["products", "norms"] = "norms"
-    """`norms`: norms of each linear's operands and of their errors, without a product. `products`:
-    the errors of its three GEMMs as well. Then the defaults of the two divergences and
-    weight_lambda are fisher, updates and 0.1."""
-
     stat_decay: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.5
-    """Weight of earlier measurements in the running mean of the statistics. The first-order term
-    `first` and the counts of tokens and microbatches are not averaged."""
+    """Weight of earlier measurements in the running mean of the statistics. The counts of tokens
+    and microbatches are not averaged."""
 
     loss_divergence: str = "norms"
-    """Estimator of the loss divergence: `norms` (a bound of the first order by Frobenius norms),
-    or what a plugin adds. With `measure: products` also `fisher` (second order) and the paper's
-    `first_plus_fisher` (|first order| + second order)."""
+    """Estimator of the loss divergence: `norms`, or what a plugin adds. `norms` bounds the change
+    of the loss by errors of fprop, to first order: |G| (|X| |eW| + |eX| |W|) of a linear, from the
+    Frobenius norms of its operands and of their errors."""
 
     weight_divergence: str = "norms"
-    """Estimator of the weight divergence: `norms` (bounds by the norms of dgrad's and wgrad's
-    operands), or what a plugin adds. With `measure: products` also `updates` (the change of the
-    next updates)."""
+    """Estimator of the weight divergence: `norms`, which is the same bound for dgrad and wgrad, or
+    what a plugin adds."""
 
     weight_lambda: Annotated[float, Field(ge=0.0, le=1e6)] = 0.01
     """Weight of the normalized weight divergence relative to the loss divergence. With 0.01 a plan
@@ -255,8 +236,7 @@ class ReportFields(Section):
     alert: tuple[str, ...] = ()
     """MEASURE>X or MEASURE<X, comma separated, such as 'underflow>0.3': a linear whose measure of
     health is beyond X is logged once, with an alert in W&B. Measures: sqnr_db,
-    underflow, saturated, scale_spread, gemm_sqnr_db, amax, gradient_norm, update_ratio,
-    gradient_noise."""
+    underflow, saturated, scale_spread, amax, gradient_norm, gradient_noise."""
 
     output_dir: Path | None = None
     """Directory for plans, problems, divergences and metrics. Default: snip/ below --save,
@@ -282,17 +262,6 @@ class SnipConfig(ScheduleFields, MeasureFields, PlanFields, GuardFields, ReportF
             return tuple(part.strip() for part in value.split(",") if part.strip())
         return value
 
-    @model_validator(mode="before")
-    @classmethod
-    def _fill_in_products(cls, values: Any) -> Any:
-        """Measure products where a divergence needs them, and take their defaults."""
-        if not isinstance(values, dict):
-            return values
-        needed = any(values.get(field) in names for field, names in OF_PRODUCTS.items())
-        if values.get("measure", "products" if needed else "norms") == "products":
-            return {"measure": "products", **PRODUCTS_DEFAULTS, **values}
-        return values
-
     @model_validator(mode="after")
     def _check_together(self) -> Self:
         # This imports the user's modules: formats and policies among the settings may be theirs.
@@ -310,8 +279,6 @@ class SnipConfig(ScheduleFields, MeasureFields, PlanFields, GuardFields, ReportF
             )
         if self.formats != (AUTO,):
             self.check_pins()
-        if self.measure == "norms":
-            self._check_norms()
         if self.cost != "time" and self.calibration != AUTO:
             raise UsageError(
                 f"'{self.calibration}' holds seconds, which only --snip-cost time counts; add that",
@@ -338,24 +305,6 @@ class SnipConfig(ScheduleFields, MeasureFields, PlanFields, GuardFields, ReportF
                 field="lag",
             )
         return self
-
-    def _check_norms(self) -> None:
-        """Refuse settings that need products."""
-        for field, names in OF_PRODUCTS.items():
-            name = getattr(self, field)
-            if name in names:
-                raise UsageError(
-                    f"'{name}' needs products, and --snip-measure is norms; use norms, or measure "
-                    "products",
-                    field=field,
-                )
-        for alert in self.alerts:
-            if alert.measure == "gemm_sqnr_db":
-                raise UsageError(
-                    f"'{alert.text}' needs products, and --snip-measure is norms; use sqnr_db, or "
-                    "measure products",
-                    field="alert",
-                )
 
     def check_pins(self) -> None:
         """Refuse a pin to an option that the formats do not have; call it once `auto` is resolved.

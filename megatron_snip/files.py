@@ -224,7 +224,8 @@ def read_record(
         value: the object; its `version` is the schema's.
         source: how error messages call it.
         version: the version that `value` must have.
-        older: a version that lacks optional keys alone. It is read as `version`.
+        older: a version that lacks optional keys alone, or has some that are not read. It is read
+            as `version`.
 
     Raises:
         UsageError: one line that names `source`, the place, what was got and what is wanted.

@@ -16,7 +16,7 @@ from pydantic import ValidationError
 from rich.table import Table
 
 from megatron_snip.cli.common import check_output, integer, new_table, write_output
-from megatron_snip.config import FREE, OF_PRODUCTS, EfficiencyMeasure, PipelineBalance, SnipConfig
+from megatron_snip.config import FREE, EfficiencyMeasure, PipelineBalance, SnipConfig
 from megatron_snip.directory import directory_of
 from megatron_snip.errors import InfeasiblePlanError, UsageError, naming_field
 from megatron_snip.files import first_problem
@@ -90,10 +90,10 @@ def add_planning_flags(parser: argparse.ArgumentParser) -> None:
     add("--granularity", choices=get_args(Granularity), help=text)
     text = (
         "loss divergence by which the quality losses are computed again from the statistics of "
-        "the refresh: fisher, first_plus_fisher, norms, or one of a plugin [the problem's]"
+        "the refresh: norms, or one of a plugin [the problem's]"
     )
     add("--loss-divergence", metavar="NAME", help=text)
-    text = "the same for the weight divergence: updates, norms, or one of a plugin [the problem's]"
+    text = "the same for the weight divergence: norms, or one of a plugin [the problem's]"
     add("--weight-divergence", metavar="NAME", help=text)
     add = parser.add_argument_group("solver").add_argument
     add("--policy", metavar="NAME", help=f"{', '.join(policy_names())} [snip]")
@@ -214,7 +214,6 @@ def _by_statistics(problem: PlanningProblem, args: argparse.Namespace) -> Planni
         read_statistics,
     )
     from megatron_snip.reporting.run_record import read_snip_settings
-    from megatron_snip.statistics.records import has_products
 
     path: Path = args.problem
     directory = directory_of(path)
@@ -236,11 +235,6 @@ def _by_statistics(problem: PlanningProblem, args: argparse.Namespace) -> Planni
     statistics = read_statistics(file)
     if [linear.name for linear in statistics.linears] != list(problem.names):
         raise UsageError(f"{flag}: '{file}' is of other linears than '{path}'")
-    for field, names in OF_PRODUCTS.items():
-        name = getattr(settings, field)
-        if name in names and not has_products(statistics.linears):
-            text = f"{field} '{name}' needs products, and '{file}' has norms alone"
-            raise UsageError(f"{text}; add {flag_name('', field)} norms")
     own_options = dict.fromkeys(option for row in problem.linears for option in row.options)
     formats = formats_in(own_options)
     measured_formats = {name for linear in statistics.linears for name in linear.formats}

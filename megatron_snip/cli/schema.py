@@ -58,8 +58,8 @@ SCHEMAS = {
     "problem": FileSchema("problems/<iteration>.json", PlanningProblem),
     "plan": FileSchema("plans/<iteration>.json", PrecisionPlan),
     "precision": FileSchema("precision/<iteration>.json", PrecisionRecord, 3),
-    "divergences": FileSchema("divergences/<iteration>.json", Divergences, 2),
-    "health": FileSchema("health/<iteration>.json", HealthTable, 1),
+    "divergences": FileSchema("divergences/<iteration>.json", Divergences, 3),
+    "health": FileSchema("health/<iteration>.json", HealthTable, 2),
     "calibration": FileSchema("calibration.json; megatron-snip calibrate", CalibrationTable),
 }
 

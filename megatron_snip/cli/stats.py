@@ -35,7 +35,7 @@ from megatron_snip.reporting.run_record import (
 from megatron_snip.reporting.text import column, number
 from megatron_snip.statistics.health_table import MEANINGS, Finding, HealthTable
 
-COLUMNS = ("loss", "weight", "local", "error", "noise")
+COLUMNS = ("loss", "weight", "error", "noise")
 
 EXAMPLES = (
     "megatron-snip stats runs/demo",
@@ -54,9 +54,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     text = "iteration of the refresh; with --precision any iteration [the last]"
     add("--iteration", metavar="N", type=integer, help=text)
     text = (
-        "order of the rows: model, or largest first by loss or weight (the divergences), local "
-        "(the relative change of the linear's own update), error (the relative quantization error "
-        "of the operands), noise (the gradient noise), or a statistic of a plugin [model]"
+        "order of the rows: model, or largest first by loss or weight (the divergences), error "
+        "(the relative quantization error of the operands), noise (the gradient noise), or a "
+        "statistic of a plugin [model]"
     )
     add("--sort", metavar="COLUMN", default="model", help=text)
     kind = parser.add_mutually_exclusive_group().add_argument
@@ -137,12 +137,10 @@ def _print_divergences(
     for linear in record.linears:
         for option, measured in linear.options.items():
             found = linear.statistics.formats.get(option)
-            square = None if found is None else found.local_square
             added = {} if found is None else found.added
             values = {
                 "loss": measured.get("loss_divergence"),
                 "weight": measured.get("weight_divergence"),
-                "local": None if square is None or square < 0 else math.sqrt(square),
                 "error": measured.get("rel_error"),
                 "noise": noise.get((linear.name, Option.parse(option).wgrad)),
                 **{name: added.get(name) for name in of_plugins},
@@ -159,9 +157,9 @@ def _print_divergences(
     out.print(f"iteration {record.iteration}, loss {number(record.loss)}")
     out.print(table)
     out.print(
-        "loss, weight: loss and weight divergence, scores that order the linears. local: relative "
-        "change of the linear's next update. error: sum of the relative quantization errors of "
-        "both operands of its three GEMMs. noise: sqrt(3) times error of wgrad over gradient."
+        "loss, weight: loss and weight divergence, scores that order the linears. error: sum of "
+        "the relative quantization errors of both operands of its three GEMMs. noise: sqrt(3) "
+        "times the estimated error of wgrad over the gradient."
     )
 
 

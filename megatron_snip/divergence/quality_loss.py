@@ -1,48 +1,25 @@
 """How much a linear's options hurt: divergences, quality loss, and the planner's problem.
 
-The scores of an option q at a linear l come from its statistics; all are 0 for bf16.
+A GEMM multiplies the operands A and B, and C is the third of X, W and G. The error of an operand in
+a format is measured once: X and W in the tiles of fprop, G in those of dgrad. It is used in all
+GEMMs. To first order in the errors, a GEMM changes the loss by at most (Frobenius norms)
 
-    loss_l(q)      = fisher(fprop)
-    weight_l(q)^2  = kappa aligned_fisher(fprop) + 1/8 local_square(dgrad) + local_square(wgrad)
+    norms_GEMM = |C| (|A| |Q(B) - B| + |Q(A) - A| |B|)
 
-where f(gemm) is the statistic f of the format that q gives to the gemm. (So local_square(dgrad) is
-still about wgrad: its error if wgrad had dgrad's format.) `fisher` and `aligned_fisher` are
-estimates of the second-order change of the loss by errors of fprop; `FormatStatistics` has the
-formulas.
-
-Only fprop changes the loss of the iteration. `fisher` only ranks linears and options: it is 15 to
-700 times smaller than the change of the loss (docs/measuring.md). `first_plus_fisher` is the
-paper's |first| + fisher (SNIP, arXiv:2602.01410, Sec. 4), with `first` the signed first-order
-change. It is not the default, because the sign of `first` changes from batch to batch.
-
-The weight divergence scores the change of the next optimizer updates. `local_square` = |D * eW|^2 /
-|update|^2 is the change of the linear's own update through wgrad. `aligned_fisher` stands for the
-change of all updates through fprop, which grows with it. kappa makes the fprop terms, summed over
-linears in the lowest precision, 4 sqrt(n) times the sum of `local_square`; n is the number of
-microbatches in the iteration. Errors of wgrad are nearly independent from microbatch to microbatch;
-errors of fprop partly repeat, because every microbatch sees the same rounded weight. The change of
-earlier layers' updates through dgrad is small, so a term of the right size is enough. An eighth of
-`local_square` in dgrad's format is such a term: like the change, it grows with the error of the
-format. The factors come from one model (5 layers of width 192) on which the change of the updates
-was measured linear by linear; docs/measuring.md judges them on others.
-
-Where only norms are measured (`measure: norms`), both divergences are `norms`, of the scores below:
+for the format that the option q gives to the GEMM; 0 for bf16. The two divergences of q at a linear
+l are sums of these bounds:
 
     loss_l(q)   = norms_fprop
     weight_l(q) = norms_dgrad + norms_wgrad
 
-The scores of the baselines are sums over the GEMMs. A and B are the operands of a GEMM, and C is
-the third of X, W and G. The error of an operand in a format is measured once (X and W in the tiles
-of fprop; G in those of wgrad, or of dgrad under `measure: norms`), and used for all GEMMs. `norms`
-bounds the change of the loss by Frobenius norms, to first order in the errors, like the bound in
-the paper; `norms_fprop`, `norms_dgrad` and `norms_wgrad` are its terms. The scores:
+Both are scores that order linears and options, and no predictions. Plugins add others. The baseline
+policies read
 
-    abs_error  = sum of |Q(A) - A| + |Q(B) - B|
-    rel_error  = sum of |Q(A) - A| / |A| + |Q(B) - B| / |B|
-    norms_GEMM = |C| (|A| |Q(B) - B| + |Q(A) - A| |B|)
+    abs_error  = sum over GEMMs of |Q(A) - A| + |Q(B) - B|
+    rel_error  = sum over GEMMs of |Q(A) - A| / |A| + |Q(B) - B| / |B|
     norms      = norms_fprop + norms_dgrad + norms_wgrad
 
-The functions that compute scores raise KeyError if a format of the option was not measured, and
+The functions that compute scores raise KeyError if a format of the option was not measured,
 ValueError if a sum under a root is negative, and OverflowError if one is too large.
 `divergence_table` makes NaN of these.
 
@@ -91,19 +68,14 @@ from megatron_snip.types import GEMM_OPERANDS, Gemm, Operand
 
 logger = logging.getLogger(__name__)
 
-FPROP_RATIO = 4.0
-"""With one microbatch: the sum of the fprop terms, divided by the sum of `local_square`."""
-DGRAD_SHARE = 0.125
-"""Share of `local_square` that stands for dgrad."""
-
 
 @dataclass(frozen=True)
 class OptionDivergence:
     """Divergences of one option at one linear; NaN where a value could not be measured.
 
     Attributes:
-        loss_divergence: Score of the change of the loss, in units of the loss.
-        weight_divergence: Score of the change of the next updates, without unit.
+        loss_divergence: Score of the change of the loss through fprop, in units of the loss.
+        weight_divergence: Score of the change of the gradients, in units of the loss.
         quality_loss: Q, or None if the option is forbidden.
         abs_error: Score of the baseline min-abs-err.
         rel_error: Score of the baseline min-rel-err, without unit.
@@ -187,18 +159,8 @@ def divergence_table(
             absent it is the one of the most bits that they can run.
     """
     lowest = Option.uniform(lowest_format)
-    name = config.loss_divergence
-    loss_of = LOSS_DIVERGENCES[name]
-    if loss_of not in _OURS:
-        loss_of = _guarded("loss_divergence", name, loss_of)
-    name = config.weight_divergence
-    if name == UPDATES:
-        weight_of: Divergence
-        weight_of = partial(weight_divergence, kappa=fprop_scale(table.linears, lowest_format))
-    else:
-        weight_of = WEIGHT_DIVERGENCES[name]
-        if weight_of not in _OURS:
-            weight_of = _guarded("weight_divergence", name, weight_of)
+    loss_of = _named("loss_divergence", config.loss_divergence, LOSS_DIVERGENCES)
+    weight_of = _named("weight_divergence", config.weight_divergence, WEIGHT_DIVERGENCES)
     loss_sum = finite_sum(_or_nan(loss_of, linear, lowest) for linear in table.linears)
     weight_sum = finite_sum(_or_nan(weight_of, linear, lowest) for linear in table.linears)
 
@@ -328,7 +290,7 @@ def divergences_dict(table: DivergenceTable) -> dict[str, Any]:
         }
         for linear in measured.linears
     ]
-    head = {"version": 2, "iteration": measured.iteration, "loss": measured.loss}
+    head = {"version": SCHEMA_VERSION, "iteration": measured.iteration, "loss": measured.loss}
     found: dict[str, Any] = without_nan({**head, "linears": linears})
     return found
 
@@ -342,27 +304,14 @@ def read_statistics(path: Path) -> StatisticsTable:
     source = f"divergences file '{path}'"
     value = read_json(path, "divergences file")
     try:
-        linears = [linear["statistics"] for linear in value["linears"]]
-        table = {"iteration": value["iteration"], "loss": value["loss"], "linears": linears}
+        table = {name: value[name] for name in ("version", "iteration", "loss")}
+        table["linears"] = [linear["statistics"] for linear in value["linears"]]
     except (KeyError, TypeError):
         raise UsageError(f"{source} has no statistics of its linears") from None
     try:
-        return StatisticsTable.from_dict({"version": SCHEMA_VERSION, **table})
+        return StatisticsTable.from_dict(table)
     except UsageError as error:
         raise UsageError(f"{source}: {error}") from None
-
-
-def fisher(linear: LinearStatistics, option: Option) -> float:
-    """Return the second-order loss divergence, >= 0, in units of the loss."""
-    return 0.0 if option.fprop == "bf16" else linear.formats[option.fprop].fisher
-
-
-def first_plus_fisher(linear: LinearStatistics, option: Option) -> float:
-    """Return the paper's loss divergence, >= 0, in units of the loss."""
-    if option.fprop == "bf16":
-        return 0.0
-    found = linear.formats[option.fprop]
-    return found.fisher + abs(found.first)
 
 
 def norms_of_fprop(linear: LinearStatistics, option: Option) -> float:
@@ -380,21 +329,14 @@ Divergence = Callable[[LinearStatistics, Option], float]
 """Returns the divergence of an option at a linear by the linear's statistics. An option that is not
 BF16 in all GEMMs may be BF16 in some, for which there are no statistics."""
 
-LOSS_DIVERGENCES: dict[str, Divergence] = {
-    "fisher": fisher,
-    "first_plus_fisher": first_plus_fisher,
-    "norms": norms_of_fprop,
-}
+LOSS_DIVERGENCES: dict[str, Divergence] = {"norms": norms_of_fprop}
 """By name, as `loss_divergence` has it; plugins add more (`megatron_snip/plugins.py`)."""
 
-UPDATES = "updates"
-"""The name of `weight_divergence`, whose kappa depends on all linears."""
-
 WEIGHT_DIVERGENCES: dict[str, Divergence] = {"norms": norms_of_gradients}
-"""The others by name; plugins add more."""
+"""The same for `weight_divergence`."""
 
-_OURS = (fisher, first_plus_fisher, norms_of_fprop, norms_of_gradients)
-"""A plugin's may fail; these do so only where a score could not be measured."""
+_OF_PRODUCTS = ("fisher", "first_plus_fisher", "updates")
+"""Divergences up to 0.2, from the errors of the GEMMs' products."""
 
 
 def check_divergences(config: SnipConfig) -> None:
@@ -405,12 +347,21 @@ def check_divergences(config: SnipConfig) -> None:
     """
     for field, added in (
         ("loss_divergence", LOSS_DIVERGENCES),
-        ("weight_divergence", {UPDATES, *WEIGHT_DIVERGENCES}),
+        ("weight_divergence", WEIGHT_DIVERGENCES),
     ):
         name = getattr(config, field)
-        if name not in added:
-            text = f"unknown {field} '{name}'{did_you_mean(name, added)}"
-            raise UsageError(f"{text}; known: {', '.join(sorted(added))}", field=field)
+        if name in added:
+            continue
+        text = f"unknown {field} '{name}'{did_you_mean(name, added)}"
+        if name in _OF_PRODUCTS:
+            text = f"{field} '{name}' needs products, which are not measured; use norms"
+        raise UsageError(f"{text}; known: {', '.join(sorted(added))}", field=field)
+
+
+def _named(field: str, name: str, known: Mapping[str, Divergence]) -> Divergence:
+    """Return a divergence by its name; a plugin's is guarded."""
+    found = known[name]
+    return found if found in (norms_of_fprop, norms_of_gradients) else _guarded(field, name, found)
 
 
 def _guarded(field: str, name: str, compute: Divergence) -> Divergence:
@@ -429,34 +380,9 @@ def _guarded(field: str, name: str, compute: Divergence) -> Divergence:
     return guarded
 
 
-def fprop_scale(linears: Sequence[LinearStatistics], lowest_format: str) -> float:
-    """Return kappa; 0 where one of its two sums is not positive."""
-    rows = [linear.formats[lowest_format] for linear in linears if lowest_format in linear.formats]
-    aligned = finite_sum(row.aligned_fisher for row in rows)
-    local = finite_sum(row.local_square for row in rows)
-    if aligned <= 0 or local <= 0:
-        return 0.0
-    # The linears of experts count each microbatch once for each expert, other linears once.
-    counts = (linear.microbatches for linear in linears if linear.microbatches)
-    num_microbatches = min(counts, default=0.0)
-    return FPROP_RATIO * math.sqrt(num_microbatches) * local / aligned
-
-
 def finite_sum(values: Iterable[float]) -> float:
     """Return the sum of the values that are finite."""
     return math.fsum(filter(math.isfinite, values))
-
-
-def weight_divergence(linear: LinearStatistics, option: Option, kappa: float) -> float:
-    """Return the weight divergence of an option at one linear, >= 0, without unit."""
-    total = 0.0
-    if option.fprop != "bf16":
-        total += kappa * linear.formats[option.fprop].aligned_fisher
-    if option.dgrad != "bf16":
-        total += DGRAD_SHARE * linear.formats[option.dgrad].local_square
-    if option.wgrad != "bf16":
-        total += linear.formats[option.wgrad].local_square
-    return math.sqrt(total)
 
 
 def absolute_error(linear: LinearStatistics, option: Option) -> float:
@@ -468,7 +394,7 @@ def relative_error(linear: LinearStatistics, option: Option) -> float:
     """Return the sum of the norms of the operands' errors, each over the operand's norm."""
     pairs = _operand_errors(linear, option)
     return sum(
-        math.sqrt(error_square / own_square) if own_square > 0 else 0.0
+        0.0 if own_square == 0 else math.sqrt(error_square / own_square)
         for error_square, own_square in pairs
     )
 

@@ -74,8 +74,8 @@ class Request:
 
         Args:
             row: the linear's row in `constraints.table`.
-            name: such as `input_square`; of a format `fp4.fisher`. Of tied linears it is that of
-                the first.
+            name: such as `input_square`; of a format `fp4.input_error_square`. Of tied linears it
+                is that of the first.
 
         Raises:
             UsageError: if the problem does not have it.

@@ -92,7 +92,8 @@ class LinearChoices(BaseModel):
         options: Costs by name of the option, such as `fp4` or `fp4-fp8-bf16`, in its shortest
             spelling; there is at least one.
         statistics: What was measured of the linear (`statistics.records.named_statistics`), such as
-            `input_square`; of a format `fp4.fisher`. None for a value that was not finite.
+            `input_square`; of a format `fp4.input_error_square`. None for a value that was not
+            finite.
     """
 
     model_config = STRICT

@@ -35,9 +35,8 @@ _OptionName = Annotated[str, AfterValidator(lambda text: str(parse_option(text))
 
 
 class _FormatStatistics(BaseModel, strict=True):
-    """The sums of one format: those that are shown, and what plugins added."""
+    """The sums of one format: what plugins added. All others are in `read_statistics`."""
 
-    local_square: Number = None
     added: dict[Label, Number] = {}
 
 
@@ -270,17 +269,18 @@ def parse_divergences(value: Any, source: str = "divergences") -> Divergences:
     Raises:
         UsageError: one line that names `source`.
     """
-    return read_record(Divergences, value, source, version=2)
+    return read_record(Divergences, value, source, version=3, older=2)
 
 
 def _snip_config(config: dict[str, Any]) -> SnipConfig | None:
     """Return SNIP's settings; those that this version does not have are ignored.
 
-    So are its plugins: who reads a run's files must not import what they name.
+    So are its plugins: who reads a run's files must not import what they name. And so are its
+    alerts, whose measures may be those of another version.
     """
     values = config.get("snip")
     if isinstance(values, dict):
-        names = SnipConfig.model_fields.keys() - {"plugins"}
+        names = SnipConfig.model_fields.keys() - {"plugins", "alert"}
         known = {key: value for key, value in values.items() if key in names}
         with contextlib.suppress(UsageError):
             return make_config(known)

@@ -94,7 +94,7 @@ def statistics(run: RunRecord) -> Table:
     """Return a row for each refresh, linear and statistic; plugins may have added some.
 
     Columns: `iteration`, `linear`, `statistic`, such as `input_square`, and in a format
-    `fp4.fisher` (`statistics/records.py` describes them), and `value`.
+    `fp4.input_error_square` (`statistics/records.py` describes them), and `value`.
     """
     rows = (
         (at, row.name, name, value)
@@ -108,8 +108,8 @@ def statistics(run: RunRecord) -> Table:
 def health(run: RunRecord) -> Table:
     """Return a row for each refresh and each value of a measure of health.
 
-    Columns: `iteration`, `measure` (`health_table.MEANINGS`), `linear`, `tensor` (an operand, a
-    GEMM, or empty), `format` (empty before quantization) and `value`.
+    Columns: `iteration`, `measure` (`health_table.MEANINGS`), `linear`, `tensor` (an operand,
+    or empty), `format` (empty before quantization) and `value`.
     """
     rows = (
         (at, *finding)

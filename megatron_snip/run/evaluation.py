@@ -204,7 +204,7 @@ class Evaluations:
         kind = "evaluation" if is_usual else f"{name.replace('_', ' ')} evaluation"
         text = f"{increase:+.4g} +- {error:.2g} nat a token against bf16"
         if predicted is not None:
-            text += f", loss divergence of the plan {predicted:.4g}"
+            text += f", loss divergence of the plan {predicted:.4g} (a score)"
         self._reporter.log(f"iteration {self.iteration}: {kind} under {plan.label}: {text}")
         if self._groups:
             self._report_groups(prefix, kind, plan, found)

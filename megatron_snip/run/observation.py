@@ -40,7 +40,7 @@ from megatron_snip.run.step import (
 from megatron_snip.statistics.health_table import HealthTable
 from megatron_snip.statistics.observer import StepObserver
 from megatron_snip.statistics.optimizer_state import steps_of_moments
-from megatron_snip.statistics.records import StatisticsTable, has_products, running_mean
+from megatron_snip.statistics.records import StatisticsTable, running_mean
 from megatron_snip.statistics.sample import MeasureSettings
 from megatron_snip.statistics.sensitivity import (
     ShardSums,
@@ -237,8 +237,6 @@ class Observations:
         """
         if mean is None:
             return False
-        if self._config.measure == "products" and not has_products(mean.linears):
-            return False  # resumed from a run that measured norms alone
         names = {linear.name for linear in mean.linears}
         if names != {linear.name for linear in self._model.job.linears}:
             return False

@@ -14,7 +14,7 @@ from typing import Literal
 from torch import Tensor
 
 from megatron_snip.log import warn_once_per_job
-from megatron_snip.statistics.records import COLUMNS, Column, Over
+from megatron_snip.statistics.records import FORMAT_COLUMNS, Column, Over
 from megatron_snip.types import Operand
 
 logger = logging.getLogger(__name__)
@@ -69,7 +69,7 @@ def added_statistics() -> dict[str, Statistic]:
     """
     found = {}
     for name, each in sorted(STATISTICS.items()):
-        if name in COLUMNS:
+        if name in FORMAT_COLUMNS:
             text = f"statistic '{name}' of a plugin is left out: SNIP has one of that name"
             warn_once_per_job(logger, text)
         else:

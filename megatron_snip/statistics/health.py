@@ -22,11 +22,11 @@ from megatron_snip.statistics.health_table import (
 )
 from megatron_snip.statistics.measure import ERROR_SQUARE, ZEROED
 from megatron_snip.statistics.records import (
+    FormatStatistics,
     LinearStatistics,
     StatisticsTable,
-    has_products,
 )
-from megatron_snip.types import Gemm, Operand
+from megatron_snip.types import Operand
 
 
 def _linear_health(
@@ -71,52 +71,35 @@ def _linear_health(
                 by_format[f], original, _spread(ends[o][f], shift), worst_expert
             )
 
-    gemms = {}
-    for name, errors in s.formats.items():
-        gemms[name] = {
-            Gemm.FPROP: _db(s.output_square, errors.output_error_square),
-            Gemm.DGRAD: _db(s.input_grad_square, errors.input_grad_error_square),
-            Gemm.WGRAD: _db(s.wgrad_square, errors.wgrad_error_square),
-        }
-    grad, step, num_gradients = norms
+    grad, _, num_gradients = norms
     gradient_norm = math.sqrt(grad) if num_gradients and math.isfinite(grad) else None
     gradient_noise = {
-        name: _gradient_noise(_wgrad_error_square(s, name), gradient_norm) for name in s.formats
+        name: _gradient_noise(s, errors, gradient_norm) for name, errors in s.formats.items()
     }
-    weight = s.weight_square * max(1, len(experts))  # it is the mean over experts
     return LinearHealth(
         name=s.name,
         stage=s.stage,
         gradient_norm=gradient_norm,
-        update_ratio=math.sqrt(step / weight) if step > 0 and 0 < weight < math.inf else None,
         amax=largest,
         operands=operands,
-        gemm_sqnr_db=gemms,
         histograms=histograms,
         gradient_noise=gradient_noise,
     )
 
 
-def _wgrad_error_square(s: LinearStatistics, name: str) -> float:
-    """Return |eW|^2 in a format: measured, or where norms alone are measured an estimate.
+def _gradient_noise(
+    s: LinearStatistics, errors: FormatStatistics, gradient_norm: float | None
+) -> float | None:
+    """Return sqrt(3) |eW| / |dL/dW|; None if it is infinite, NaN, or there is no gradient.
 
-    The estimate takes the errors of all elements for independent. In small runs what is measured is
-    0.7 to 1.3 times the estimate.
+    |eW|^2 is estimated as if the errors of all elements were independent. In small runs the
+    measured error of wgrad was 0.7 to 1.3 times this.
     """
-    errors = s.formats[name]
-    if has_products([s]):
-        return errors.wgrad_error_square
     of_grad = errors.grad_error_square * s.input_square
     of_input = errors.input_error_square * s.grad_square
-    return (of_grad + of_input) / s.tokens if s.tokens else math.nan
-
-
-def _gradient_noise(error_square: float, gradient_norm: float | None) -> float | None:
-    """Return sqrt(3) |eW| / |dL/dW|; None if it is infinite, NaN, or there is no gradient."""
-    if not gradient_norm or not 0 <= error_square < math.inf:
+    if not gradient_norm or not s.tokens or not 0 <= of_grad + of_input < math.inf:
         return None
-    # Errors of different microbatches are nearly independent, so their squares add up.
-    return math.sqrt(3 * error_square) / gradient_norm
+    return math.sqrt(3 * (of_grad + of_input) / s.tokens) / gradient_norm
 
 
 def _operand_health(

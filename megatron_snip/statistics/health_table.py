@@ -12,9 +12,10 @@ from megatron_snip.alert_thresholds import HealthMeasure
 from megatron_snip.files import Label, read_record
 from megatron_snip.formats import lowest_precision
 from megatron_snip.options import Option
-from megatron_snip.types import Gemm, Operand
+from megatron_snip.types import Operand
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
+"""Version 1 also had `update_ratio` and `gemm_sqnr_db`."""
 
 NUM_WORST = 10
 """Rows of a table of the worst linears."""
@@ -47,24 +48,20 @@ class LinearHealth:
         name: Layout-independent name.
         stage: Pipeline stage.
         gradient_norm: |dL/dW| of the batch, before clipping.
-        update_ratio: |learning rate * update| / |W|, without weight decay.
         amax: Largest magnitude of each operand, over the sampled tokens.
         operands: Health of each operand in each format, by format and operand.
-        gemm_sqnr_db: SQNR of what each GEMM returns, by format and GEMM. For fprop it is
-            10 log10(|Y|^2 / |eY|^2).
         histograms: Magnitudes of each operand: k, and the shares of its elements with
             floor(log2(|x|)) = k, k + 1, ...
-        gradient_noise: sqrt(3) |eW| / |dL/dW| by format: above 1 the weight's gradient of the batch
-            is below the noise that wgrad in this format adds to it (docs/how-it-works.md).
+        gradient_noise: sqrt(3) |eW| / |dL/dW| by format, with an estimate of the error eW of wgrad.
+            Above 1 the weight's gradient of the batch is below the noise that wgrad in this format
+            adds to it (docs/how-it-works.md).
     """
 
     name: Label
     stage: int
     gradient_norm: float | None
-    update_ratio: float | None
     amax: dict[Operand, float | None]
     operands: dict[str, dict[Operand, OperandHealth]]
-    gemm_sqnr_db: dict[str, dict[Gemm, float | None]]
     histograms: dict[Operand, tuple[float, list[float]]] = field(default_factory=dict)
     gradient_noise: dict[str, float | None] = field(default_factory=dict)
 
@@ -75,7 +72,7 @@ class Finding(NamedTuple):
     Attributes:
         measure: What was measured.
         linear: Name of the linear.
-        tensor: An operand (of an expert), a GEMM, or empty for a value of the linear.
+        tensor: An operand (of an expert), or empty for a value of the linear.
         format: Name of the format; empty for a value before quantization.
         value: The value.
     """
@@ -110,7 +107,7 @@ class HealthTable:
         Raises:
             UsageError: one line that names `source`, for another version and for bad entries.
         """
-        return read_record(cls, value, source, SCHEMA_VERSION)
+        return read_record(cls, value, source, SCHEMA_VERSION, older=1)
 
     @property
     def lowest(self) -> str | None:
@@ -200,18 +197,14 @@ def _values(linear: LinearHealth) -> Iterator[tuple[HealthMeasure, str, str, str
             yield "scale_spread", linear.name, str(operand), name, spread
             for measure, (expert, worst) in health.worst_expert.items():
                 yield measure, linear.name, f"{operand} of expert {expert}", name, worst
-    for name, gemms in linear.gemm_sqnr_db.items():
-        for gemm, sqnr_db in gemms.items():
-            yield "gemm_sqnr_db", linear.name, str(gemm), name, sqnr_db
     for operand, amax in linear.amax.items():
         yield "amax", linear.name, str(operand), "", amax
     for name, noise in linear.gradient_noise.items():
         yield "gradient_noise", linear.name, "", name, noise
     yield "gradient_norm", linear.name, "", "", linear.gradient_norm
-    yield "update_ratio", linear.name, "", "", linear.update_ratio
 
 
-SMALL_IS_BAD = ("sqnr_db", "gemm_sqnr_db")
+SMALL_IS_BAD = ("sqnr_db",)
 """Measures of which a small value is bad; of the others, a large one."""
 
 MEANINGS: dict[HealthMeasure, str] = {
@@ -219,10 +212,8 @@ MEANINGS: dict[HealthMeasure, str] = {
     "underflow": "share of the elements that become zero",
     "saturated": "share of the elements that are larger than what their tile can hold",
     "scale_spread": "log2 of the largest over the least scale of a tile",
-    "gemm_sqnr_db": "signal over error of what a GEMM returns, dB",
     "amax": "largest magnitude",
     "gradient_norm": "norm of the weight's gradient, before clipping",
-    "update_ratio": "norm of the optimizer's step over that of the weight",
     "gradient_noise": "sqrt(3) times the error of wgrad over the weight's gradient; 1 is too much",
 }
 """Each measure in a few words; docs/glossary.md defines it."""

@@ -1,13 +1,12 @@
 """What a measurement yields: sums over tokens, microbatches and ranks, as floats.
 
 Units are those of the loss and of the gradient of the batch-mean loss. X, W, Y = X W^T and
-G = dL/dY are the tensors of a linear; eY, eX and eW are the errors of Y, of dX = G W and of
-dW = G^T X when the operands of that GEMM are quantized (`measure.py`).
+G = dL/dY are the tensors of a linear; Q(X), Q(W) and Q(G) are X and W in the tiles of fprop and G
+in those of dgrad, in a format.
 """
 
-import dataclasses
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple, Self, TypeVar
 
@@ -16,25 +15,23 @@ from pydantic_core import to_jsonable_python
 from megatron_snip.files import read_record
 from megatron_snip.topology import LinearInfo
 
-SCHEMA_VERSION = 2
-"""Rises with each change of the fields: an old checkpoint's table lacks them, so it is refused.
+SCHEMA_VERSION = 3
+"""Rises with each change of the fields: what lacks some of them is refused.
 
-Version 1 had other columns.
+Version 2 also had the errors of products, which are not read. Version 1 had other columns.
 """
 
 
-Over = Literal["tokens", "dgrad", "tiles", "weight", "all"]
-"""What the sum of a measured field runs over; see `Column`."""
+Over = Literal["tokens", "weight", "all"]
+"""What a measured sum runs over; see `Column`."""
 
 
 class Column(NamedTuple):
-    """How the sums of a measured field are scaled.
+    """How the sums of a statistic are scaled.
 
     Attributes:
-        over: What the sum runs over. `tokens`: single sampled tokens. `dgrad`: those of them on
-            which dgrad is measured. `tiles`: sampled tiles of consecutive tokens, for sampled
-            output features. `weight`: measured microbatches, and their mean is reported. `all`:
-            everything, not a sample.
+        over: What the sum runs over. `tokens`: sampled tokens. `weight`: measured microbatches, and
+            their mean is reported. `all`: everything, not a sample.
         grad_power: The power of G with which the sum grows.
     """
 
@@ -42,43 +39,23 @@ class Column(NamedTuple):
     grad_power: int = 0
 
 
-def _column(over: Over = "tokens", grad_power: int = 0) -> Any:
-    """Return a dataclass field, 0 by default, that is summed as a `Column` says."""
-    return field(default=0.0, metadata={"column": Column(over, grad_power)})
-
-
 @dataclass(frozen=True)
 class FormatStatistics:
     """Errors of one linear with its operands in one format.
 
+    A value that is absent is NaN: as 0 it would make options free for the planner.
+
     Attributes:
-        first: The signed first-order change of the loss: the sum over tokens of <G, eY>.
-        fisher: The second-order change of the loss by errors in any direction:
-            1/2 sum_t |eY_t|^2 |G_t|^2 T / N.
-        aligned_fisher: The second-order change along the errors' own direction:
-            1/2 sum_t <G_t, eY_t>^2 T.
-        local_square: The change of the linear's own optimizer update: |D * eW|^2 / |update|^2.
-        output_error_square: Error of the output of fprop: the sum of |eY|^2.
-        input_grad_error_square: Error of the output of dgrad: the sum of |eX|^2.
-        wgrad_error_square: Error of the output of wgrad: the sum over microbatches of |eW|^2.
-        input_error_square: Error of X in the tiles of fprop: the sum of |Q(X) - X|^2.
-        weight_error_square: Error of W in the tiles of fprop: |Q(W) - W|^2, the mean over experts.
-        grad_error_square: Error of G in the tiles of wgrad: the sum of |Q(G) - G|^2. Where norms
-            alone are measured, in those of dgrad.
+        input_error_square: The sum of |Q(X) - X|^2.
+        weight_error_square: |Q(W) - W|^2, the mean over experts.
+        grad_error_square: The sum of |Q(G) - G|^2.
         added: What plugins measure, by the name of the statistic (`statistics/added.py`); without
             values that are not finite.
     """
 
-    first: float = _column("tokens", 1)
-    fisher: float = _column("tokens", 2)
-    aligned_fisher: float = _column("tokens", 2)
-    local_square: float = _column("tiles", 2)
-    output_error_square: float = _column()
-    input_grad_error_square: float = _column("dgrad", 2)
-    wgrad_error_square: float = _column("tiles", 2)
-    input_error_square: float = _column()
-    weight_error_square: float = _column("weight")
-    grad_error_square: float = _column("tiles", 2)
+    input_error_square: float = math.nan
+    weight_error_square: float = math.nan
+    grad_error_square: float = math.nan
     added: dict[str, float] = field(default_factory=dict)
 
 
@@ -92,23 +69,15 @@ class LinearStatistics(LinearInfo):
         tokens: Number of tokens of the batch that the linear multiplied; 0 if none was measured.
         input_square: The sum of |X|^2.
         weight_square: |W|^2; the mean over experts.
-        output_square: The sum of |Y|^2, without bias.
         grad_square: The sum of |G|^2.
-        input_grad_square: The sum of |dX|^2.
-        wgrad_square: The sum over microbatches of |dW|^2.
-        update_square: |update|^2 of the optimizer's current direction; 0 if it has none.
         formats: The errors in each format, by the format's name.
     """
 
-    microbatches: float = _column("all")
-    tokens: float = _column("all")
-    input_square: float = _column()
-    weight_square: float = _column("weight")
-    output_square: float = _column()
-    grad_square: float = _column("tokens", 2)
-    input_grad_square: float = _column("dgrad", 2)
-    wgrad_square: float = _column("tiles", 2)
-    update_square: float = _column("all")
+    microbatches: float = 0.0
+    tokens: float = 0.0
+    input_square: float = math.nan
+    weight_square: float = math.nan
+    grad_square: float = math.nan
     formats: dict[str, FormatStatistics] = field(default_factory=dict)
 
 
@@ -144,7 +113,7 @@ class StatisticsTable:
         if isinstance(value, dict) and "linears" in value:
             linears = _exchanged(value["linears"], lambda number: number is None, math.nan)
             value = value | {"linears": linears}
-        return read_record(cls, value, "statistics", SCHEMA_VERSION)
+        return read_record(cls, value, "statistics", SCHEMA_VERSION, older=2)
 
 
 def _is_nan(value: Any) -> bool:
@@ -160,43 +129,11 @@ def _exchanged(value: Any, is_old: Callable[[Any], bool], new: Any) -> Any:
     return new if is_old(value) else value
 
 
-COLUMNS: dict[str, Column] = {
-    f.name: f.metadata["column"]
-    for record in (LinearStatistics, FormatStatistics)
-    for f in dataclasses.fields(record)
-    if "column" in f.metadata
-}
-"""The measured fields."""
+FORMAT_COLUMNS = ("input_error_square", "weight_error_square", "grad_error_square")
+"""The measured fields of `FormatStatistics`."""
 
-FORMAT_COLUMNS: tuple[str, ...] = tuple(
-    f.name for f in dataclasses.fields(FormatStatistics) if "column" in f.metadata
-)
-"""The measured fields of `FormatStatistics`, repeated for each format in the reduced table."""
-
-BASE_COLUMNS: tuple[str, ...] = tuple(name for name in COLUMNS if name not in FORMAT_COLUMNS)
-"""The measured fields of `LinearStatistics`, in the order of the reduced table's columns."""
-
-
-PRODUCT_COLUMNS: frozenset[str] = frozenset(
-    {
-        "first",
-        "fisher",
-        "aligned_fisher",
-        "local_square",
-        "output_error_square",
-        "input_grad_error_square",
-        "wgrad_error_square",
-        "output_square",
-        "input_grad_square",
-        "wgrad_square",
-    }
-)
-"""The columns that are measured on products; NaN where norms alone are measured."""
-
-
-def has_products(linears: Iterable[LinearStatistics]) -> bool:
-    """Return whether products were measured of any of these linears, and not norms alone."""
-    return any(not math.isnan(row.output_square) for row in linears if row.microbatches)
+BASE_COLUMNS = ("microbatches", "tokens", "input_square", "weight_square", "grad_square")
+"""Those of `LinearStatistics`."""
 
 
 def named_statistics(linear: LinearStatistics) -> dict[str, float]:
@@ -208,14 +145,9 @@ def named_statistics(linear: LinearStatistics) -> dict[str, float]:
     return found
 
 
-def column_of(name: str) -> Column:
-    """Return the column of a name in the reduced table; `fp4.fisher` is a `fisher`."""
-    return COLUMNS[name.rpartition(".")[2]]
-
-
 Row = TypeVar("Row", FormatStatistics, LinearStatistics)
 
-_NOT_AVERAGED = frozenset({"microbatches", "tokens", "first"})
+_NOT_AVERAGED = frozenset({"microbatches", "tokens"})
 """What `running_mean` takes from the last measurement."""
 
 
@@ -224,8 +156,8 @@ def running_mean(
 ) -> StatisticsTable:
     """Return the exponential mean of the statistics after one more measurement.
 
-    Linears that the new measurement did not observe keep their mean. `first` and the counts are
-    those of the last measurement: the sign of a first-order term changes from batch to batch.
+    Linears that the new measurement did not observe keep their mean. The counts are those of the
+    last measurement.
 
     Args:
         mean: The mean of the measurements so far; None before the first.

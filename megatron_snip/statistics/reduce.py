@@ -12,7 +12,7 @@ G times `grad_scale` is the gradient of the batch-mean loss (`TrainingStep.grad_
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -26,9 +26,6 @@ from megatron_snip.statistics.measure import ERROR_SQUARE, OPERAND_SUMS
 from megatron_snip.statistics.measure_added import added_names
 from megatron_snip.statistics.rank_sums import BatchCounts, MeasuredCounts, RankSums
 from megatron_snip.statistics.records import (
-    BASE_COLUMNS,
-    FORMAT_COLUMNS,
-    PRODUCT_COLUMNS,
     FormatStatistics,
     LinearStatistics,
     StatisticsTable,
@@ -211,10 +208,6 @@ def _linear_statistics(
     if weight_square == 0:
         weight = 1.0
 
-    # NaN and not 0: an option without harm would be free for the planner.
-    not_measured: dict[str, Any] = dict.fromkeys(PRODUCT_COLUMNS, math.nan)
-    of_linear = {name: not_measured[name] for name in PRODUCT_COLUMNS.intersection(BASE_COLUMNS)}
-    of_format = {name: not_measured[name] for name in PRODUCT_COLUMNS.intersection(FORMAT_COLUMNS)}
     by_format = {}
     for f, name in enumerate(settings.formats):
         of_plugins = {}
@@ -231,7 +224,6 @@ def _linear_statistics(
             weight_error_square=weight * of_weight[f][ERROR_SQUARE],
             grad_error_square=grad * of_grad[f][ERROR_SQUARE],
             added=of_plugins,
-            **of_format,
         )
     # Where nothing was measured the counts are 0.
     return LinearStatistics(
@@ -241,5 +233,4 @@ def _linear_statistics(
         weight_square=weight_square,
         grad_square=grad * of_grad[-1][ERROR_SQUARE],
         formats=by_format,
-        **of_linear,
     )

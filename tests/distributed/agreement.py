@@ -6,7 +6,6 @@ that is counted twice, or not at all, changes every entry of a column by a facto
 of the divergences and of the statistics must agree to 1e-3.
 """
 
-import math
 from typing import Any
 
 import pytest
@@ -16,8 +15,6 @@ FLIPPED_RTOL = 4e-2
 FLIPPED_SHARE = 0.04
 """Of about 500 statistics and 160 divergences. An element that rounds the other way changes one
 statistic and up to three divergences; which elements do depends on the CPU."""
-SIGNED = "first"
-"""A sum of terms of both signs: what is left of it is compared with the size of the terms."""
 PLACE = ("stage", "chunk", "layer_in_chunk")
 """Where a linear is: in another layout it is elsewhere."""
 
@@ -33,9 +30,9 @@ def check_agreement(result: dict[str, Any], wanted: dict[str, Any]) -> None:
     check_divergences(result["divergences"], wanted["divergences"])
     check_errors(
         {
-            (name, key): error_of(key, found["linears"][name][key], row)
+            (name, key): abs(found["linears"][name][key] - value) / (abs(value) or 1.0)
             for name, row in expected["linears"].items()
-            for key in row
+            for key, value in row.items()
             if key not in PLACE
         }
     )
@@ -48,10 +45,9 @@ def check_health(found: list[dict[str, Any]], expected: list[dict[str, Any]]) ->
     assert len(found) == len(expected) > 0
     for a, b in zip(found, expected, strict=True):
         assert a["name"] == b["name"]
-        for key in ("gradient_norm", "update_ratio", "amax"):
+        for key in ("gradient_norm", "amax"):
             assert a[key] == pytest.approx(b[key], rel=RTOL), (a["name"], key)
         for fmt, operands in b["operands"].items():
-            assert a["gemm_sqnr_db"][fmt] == pytest.approx(b["gemm_sqnr_db"][fmt], abs=0.1)
             for operand, wanted in operands.items():
                 values = a["operands"][fmt][operand]
                 assert values["sqnr_db"] == pytest.approx(wanted["sqnr_db"], abs=0.1)
@@ -79,12 +75,3 @@ def check_errors(errors: dict[Any, float]) -> None:
     far = {place: error for place, error in errors.items() if error > RTOL}
     assert len(far) <= FLIPPED_SHARE * len(errors), far
     assert max(errors.values()) < FLIPPED_RTOL, far
-
-
-def error_of(key: str, found: float, row: dict[str, float]) -> float:
-    """Relative error of one entry of a linear's row."""
-    form, _, field = key.rpartition(".")
-    size = abs(row[key])
-    if field == SIGNED:
-        size = math.sqrt(row[f"{form}.output_error_square"] * row["grad_square"])
-    return abs(found - row[key]) / size if found != row[key] else 0.0

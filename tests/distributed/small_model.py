@@ -9,7 +9,6 @@ Weights, data and their order do not depend on the layout (see `trainer.model` a
 
 import hashlib
 import logging
-import math
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
@@ -40,7 +39,7 @@ from megatron_snip.reporting.events import (
 from megatron_snip.run import observation, solve
 from megatron_snip.run.controller import SnipController
 from megatron_snip.run.state import RunState
-from megatron_snip.statistics.records import PRODUCT_COLUMNS, StatisticsTable
+from megatron_snip.statistics.records import StatisticsTable
 from megatron_snip.trainer.config import TrainConfig, make_train_config
 from megatron_snip.trainer.loop import PlainTraining, TrainingHook, train_step
 from megatron_snip.trainer.model import (
@@ -308,8 +307,5 @@ def statistics_json(table: StatisticsTable) -> dict[str, Any]:
         for name, statistics in linear.formats.items():
             values = vars(statistics) | statistics.added
             row |= {f"{name}.{k}": v for k, v in values.items() if k != "added"}
-        # NaN if norms alone were measured, and no NaN is equal to another.
-        if math.isnan(linear.output_square):
-            row = {k: v for k, v in row.items() if k.rpartition(".")[2] not in PRODUCT_COLUMNS}
         rows[linear.name] = row
     return {"loss": table.loss, "linears": rows}

@@ -55,9 +55,6 @@ def with_and_without(values: dict[str, Any], folder: str) -> dict[str, Any]:
         "with": _train(values, {**frozen, **observed}),
         "without": _train(values, {**frozen, "start_step": STEPS + 1}),
         "collecting": _collect(values, {"collect_only": True, "interval": 4, "start_step": 2}),
-        "products": _collect(
-            values, {"collect_only": True, "interval": 4, "start_step": 2, "measure": "products"}
-        ),
         "megatron": _collect(values, None),
     }
 
@@ -104,9 +101,7 @@ def check_no_trace(result: dict[str, Any]) -> None:
     for bits in ("losses", "weights", "optimizer"):
         assert with_refreshes[bits] == without[bits], bits
         assert result["collecting"][bits] == result["megatron"][bits], bits
-        assert result["products"][bits] == result["megatron"][bits], bits
     assert (result["collecting"]["refreshes"], result["megatron"]["refreshes"]) == (3, 0)
-    assert result["products"]["refreshes"] == 3
     assert len(set(without["losses"])) == STEPS  # it did train
 
 

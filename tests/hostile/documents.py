@@ -17,7 +17,7 @@ PROBLEM = problem_of([(0.1, 0.4), (0.2, 0.3)], scores=[{"abs_error": 0.1}] * 2).
     update={"stage_layers": STAGE_LAYERS}
 )
 DIVERGENCES = {
-    "version": 2,
+    "version": 3,
     "iteration": 4,
     "linears": [{"name": "a", "stage": 0, "flops": 2.0, "options": {"fp4": {"quality_loss": 0.5}}}],
 }

@@ -183,22 +183,14 @@ def test_yaml_flags_and_python_make_equal_objects(values: dict[str, Any], tmp_pa
             {"heal_order": "backward", "granularity": "gemm", "cost": "time"},
             "heal_order: 'backward' counts FLOPs, and --snip-cost is time",
         ),
-        ({"measure": "norm"}, "measure: .*'products' or 'norms'"),
+        ({"measure": "norms"}, "unknown key 'measure'"),
         (
-            {"measure": "norms", "loss_divergence": "fisher"},
-            "loss_divergence: 'fisher' needs products, and --snip-measure is norms",
+            {"alert": "amax>1e4,gemm_sqnr_db < 6"},
+            "alert: 'gemm_sqnr_db < 6': gemm_sqnr_db is not measured; use sqnr_db",
         ),
         (
-            {"measure": "norms", "loss_divergence": "first_plus_fisher"},
-            "loss_divergence: 'first_plus_fisher' needs products",
-        ),
-        (
-            {"measure": "norms", "weight_divergence": "updates"},
-            "weight_divergence: 'updates' needs products",
-        ),
-        (
-            {"measure": "norms", "alert": "amax>1e4,gemm_sqnr_db < 6"},
-            "alert: 'gemm_sqnr_db<6' needs products",
+            {"alert": "update_ratio>0.1"},
+            "alert: 'update_ratio>0.1': update_ratio is not measured; use gradient_norm",
         ),
         ({"pipeline_balance": "bottleneck"}, "pipeline_balance: .*'none' or 'stage'"),
     ],
@@ -219,25 +211,6 @@ def test_what_follows_from_the_fields() -> None:
     freeing = SnipConfig(formats=("fp4", "fp8"), pins=("a.*=free", "b=fp4"))
     assert freeing.pin_pairs == (("b", Option.uniform("fp4")),)
     assert freeing.free_globs == ("a.*",)
-
-
-def test_products_have_defaults_of_their_own_and_come_with_what_needs_them() -> None:
-    norms = make_config({})
-    assert (norms.measure, norms.loss_divergence, norms.weight_divergence) == ("norms",) * 3
-    assert norms.weight_lambda == 0.01
-    products = make_config({"measure": "products"})
-    assert (products.loss_divergence, products.weight_divergence) == ("fisher", "updates")
-    assert products.weight_lambda == 0.1
-    assert products == from_flags("--snip-measure", "products")
-    for field, name in (("loss_divergence", "fisher"), ("weight_divergence", "updates")):
-        assert make_config({field: name}) == from_flags(f"--snip-{field.replace('_', '-')}", name)
-        assert make_config({field: name}) == products
-    given = SnipConfig(loss_divergence="first_plus_fisher", weight_lambda=0.3)
-    assert (given.measure, given.weight_divergence) == ("products", "updates")
-    assert (given.loss_divergence, given.weight_lambda) == ("first_plus_fisher", 0.3)
-    of_plugin = SnipConfig(loss_divergence="of a plugin")
-    assert (of_plugin.measure, of_plugin.weight_divergence) == ("norms", "norms")
-    SnipConfig(measure="products", loss_divergence="norms", alert="gemm_sqnr_db<6")
 
 
 def test_the_planner_s_settings_are_the_run_s() -> None:

@@ -21,7 +21,7 @@ from megatron_snip.planning.plan import PrecisionPlan, write_plan
 from megatron_snip.planning.planner import frontier, make_plan
 from megatron_snip.planning.problem import PlanningProblem, write_problem
 from megatron_snip.planning.settings import PlanSettings
-from megatron_snip.statistics.records import PRODUCT_COLUMNS, LinearStatistics
+from megatron_snip.statistics.records import LinearStatistics
 from tests.unit.divergence import build
 from tests.unit.planning.build import name_of, options_of, plan_of, problem_of
 
@@ -285,22 +285,28 @@ def test_another_divergence_is_planned_with_as_a_run_with_it_would(
     assert "unknown weight_divergence 'x'" in refused("plan", file, "--weight-divergence", "x")
 
 
-def test_norms_alone_are_planned_with_by_norms(tmp_path: Path, printed: Any, refused: Any) -> None:
-    """The run's settings may say products: it was resumed with others since."""
+def test_measurements_of_version_2_are_planned_with_by_norms(
+    tmp_path: Path, printed: Any, refused: Any
+) -> None:
+    """They were of runs with products, as the settings of the run say."""
     file, _ = measured_run(tmp_path / "run")
-    by_norms = ["--loss-divergence", "norms", "--weight-divergence", "norms"]
-    before = printed("plan", file, *by_norms, "--json")
+    wanted = json.loads(printed("plan", file, "--granularity", "gemm", "--json"))
     divergences = tmp_path / "run" / "divergences" / "30.json"
-    value = json.loads(divergences.read_text())
+    value = json.loads(divergences.read_text()) | {"version": 2}
     for linear in value["linears"]:
-        rows = (linear["statistics"], *linear["statistics"]["formats"].values())
-        for row in rows:
-            row.update(dict.fromkeys(PRODUCT_COLUMNS & row.keys()))
+        linear["statistics"]["output_square"] = 1.0
+        for row in linear["statistics"]["formats"].values():
+            row["fisher"] = 7.0
     divergences.write_text(json.dumps(value))
-    after = json.loads(printed("plan", file, *by_norms, "--json"))
-    assert after == {**json.loads(before), "seconds": after["seconds"]}
-    for words in (["--loss-divergence", "fisher"], ["--weight-divergence", "updates"]):
-        assert "needs products, and" in refused("plan", file, *words)
+    settings = "formats: [fp8, fp4], loss_divergence: fisher, weight_divergence: updates"
+    settings += ", weight_lambda: 0.01, alert: [gemm_sqnr_db<6]"
+    (tmp_path / "run" / "config.yaml").write_text(f"snip: {{{settings}}}\n")
+    words = ["--granularity", "gemm", "--json"]
+    text = refused("plan", file, *words)
+    assert "loss_divergence 'fisher' needs products, which are not measured; use norms" in text
+    by_norms = ["--loss-divergence", "norms", "--weight-divergence", "norms"]
+    found = json.loads(printed("plan", file, *words, *by_norms))
+    assert found == {**wanted, "seconds": found["seconds"]}
 
 
 def test_a_problem_by_gemm_is_planned_by_linear(tmp_path: Path, printed: Any) -> None:

@@ -18,10 +18,7 @@ def linear(
         tokens=128.0,
         input_square=100.0,
         weight_square=400.0,
-        output_square=1.0,
         grad_square=25.0,
-        wgrad_square=1.0,
-        update_square=1.0,
         formats=formats or {"fp8": errors(1.0), "fp4": errors(16.0)},
     )
 
@@ -29,10 +26,6 @@ def linear(
 def errors(size: float, **changes: Any) -> FormatStatistics:
     """Statistics whose divergences are simple multiples of `size`."""
     values = {
-        "first": -2.0 * size,
-        "fisher": 7.0 * size,
-        "aligned_fisher": 8.0 * size**2,
-        "local_square": 64.0 * size**2,
         "input_error_square": 1.0 * size**2,
         "weight_error_square": 4.0 * size**2,
         "grad_error_square": 0.25 * size**2,

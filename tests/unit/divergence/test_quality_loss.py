@@ -19,15 +19,11 @@ from megatron_snip.divergence.quality_loss import (
     check_divergences,
     divergence_table,
     divergences_dict,
-    first_plus_fisher,
-    fisher,
-    fprop_scale,
     norms_of_fprop,
     norms_of_gradients,
     planning_problem,
     relative_error,
     unmeasured_problem,
-    weight_divergence,
 )
 from megatron_snip.errors import UsageError
 from megatron_snip.log import forget_warnings
@@ -37,12 +33,7 @@ from megatron_snip.planning.plan import PrecisionPlan
 from megatron_snip.planning.planner import make_plan
 from megatron_snip.planning.problem import PlanningProblem
 from megatron_snip.planning.settings import PlanSettings
-from megatron_snip.statistics.records import (
-    BASE_COLUMNS,
-    FORMAT_COLUMNS,
-    PRODUCT_COLUMNS,
-    LinearStatistics,
-)
+from megatron_snip.statistics.records import FormatStatistics, LinearStatistics
 from megatron_snip.topology import LinearInfo
 from tests.unit.divergence.build import errors, linear, table
 
@@ -50,13 +41,17 @@ FP8, FP4, BF16 = (Option.uniform(name) for name in ("fp8", "fp4", "bf16"))
 # fp8: |eX| = 1 of |X| = 10, |eW| = 2 of |W| = 20, |eG| = 0.5 of |G| = 5; fp4: 16 times as much.
 X, W, G = 1.0, 2.0, 0.5
 NORMS = ("norms_fprop", "norms_dgrad", "norms_wgrad")
+BOUND = 5 * (10 * W + X * 20)
+"""|G| (|X| |eW| + |eX| |W|) of fp8; the bounds of all three GEMMs are equal here."""
 
 
 def test_only_fprop_s_format_changes_the_loss() -> None:
-    assert fisher(linear(), FP8) == 7.0
-    assert first_plus_fisher(linear(), FP8) == 2.0 + 7.0
-    assert fisher(linear(), Option("fp8", "fp4", "fp4")) == 7.0
-    assert fisher(linear(), Option("bf16", "fp4", "fp4")) == 0.0
+    assert norms_of_fprop(linear(), FP8) == pytest.approx(BOUND)
+    assert norms_of_fprop(linear(), Option("fp8", "fp4", "fp4")) == pytest.approx(BOUND)
+    assert norms_of_fprop(linear(), Option("bf16", "fp4", "fp4")) == 0.0
+    assert norms_of_gradients(linear(), FP8) == pytest.approx(2 * BOUND)
+    assert norms_of_gradients(linear(), Option("fp4", "fp8", "bf16")) == pytest.approx(BOUND)
+    assert norms_of_gradients(linear(), Option("bf16", "fp4", "fp8")) == pytest.approx(17 * BOUND)
 
 
 def test_every_gemm_counts_its_two_operands() -> None:
@@ -66,50 +61,9 @@ def test_every_gemm_counts_its_two_operands() -> None:
     assert absolute_error(linear(), mixed) == pytest.approx(16 * (X + W) + (G + X))
     assert relative_error(linear(), mixed) == pytest.approx(16 * 0.2 + 0.2)
     assert absolute_error(linear(), BF16) == 0.0
-    zeros = LinearStatistics("l", 0, 1, 1, 6.0, formats=linear().formats)
+    zeros = replace(linear(), input_square=0.0, weight_square=0.0, grad_square=0.0)
     assert relative_error(zeros, FP8) == 0.0
-
-
-@pytest.mark.parametrize(
-    ("option", "square"),
-    [
-        ("fp8", 3 * 8 + 8 + 64),
-        ("fp8-bf16-bf16", 3 * 8),
-        ("bf16-fp8-bf16", 8),
-        ("bf16-bf16-fp8", 64),
-        ("fp4-fp8-bf16", 3 * 8 * 256 + 8),
-        ("bf16", 0),
-    ],
-)
-def test_parts_add_in_squares(option: str, square: float) -> None:
-    found = weight_divergence(linear(), Option.parse(option), kappa=3.0)
-    assert found == pytest.approx(math.sqrt(square))
-
-
-@pytest.mark.parametrize(("microbatches", "ratio"), [(1.0, 4.0), (4.0, 8.0), (64.0, 32.0)])
-def test_fprop_s_share_grows_with_the_root_of_the_microbatches(
-    microbatches: float, ratio: float
-) -> None:
-    linears = [
-        linear(i, microbatches=microbatches, fp4=errors(1.0 + i), fp8=errors(9.0)) for i in range(3)
-    ]
-    kappa = fprop_scale(linears, "fp4")
-    forward = sum(weight_divergence(s, Option("fp4", "bf16", "bf16"), kappa) ** 2 for s in linears)
-    wgrad = sum(weight_divergence(s, Option("bf16", "bf16", "fp4"), kappa) ** 2 for s in linears)
-    assert forward == pytest.approx(ratio * wgrad)
-
-
-def test_experts_count_no_microbatch_more_than_once() -> None:
-    """Their linears have one microbatch for each expert."""
-    dense = [linear(i, microbatches=4.0, fp4=errors(1.0)) for i in range(2)]
-    of_experts = [replace(each, microbatches=4.0 * 64) for each in dense]
-    kappa = fprop_scale([*dense, *of_experts, *of_experts], "fp4")
-    assert kappa == pytest.approx(fprop_scale(dense, "fp4"))
-
-
-def test_without_a_gradient_nothing_is_scaled() -> None:
-    for aligned in (0.0, math.nan):
-        assert fprop_scale([linear(0, fp4=errors(1.0, aligned_fisher=aligned))], "fp4") == 0.0
+    assert math.isnan(relative_error(replace(zeros, input_square=math.nan), FP8))
 
 
 def divergences(
@@ -122,7 +76,7 @@ def divergences(
     **config: Any,
 ) -> DivergenceTable:
     options = enumerate_options(formats, granularity)
-    settings = SnipConfig(**{"measure": "products", **config})
+    settings = SnipConfig(**config)
     return divergence_table(table(*rows), options, "fp4", settings, refusals, fixed, warn)
 
 
@@ -135,7 +89,7 @@ def two() -> list[LinearStatistics]:
 
 def test_the_most_fragile_linears_have_the_largest_quality_loss_in_the_lowest_precision() -> None:
     rows = [linear(i, fp4=errors(size), fp8=errors(9.0)) for i, size in enumerate((3.0, 8.0, 5.0))]
-    nan = linear(3, fp4=errors(1.0, fisher=math.nan), fp8=errors(1.0))
+    nan = linear(3, fp4=errors(1.0, input_error_square=math.nan), fp8=errors(1.0))
     found = divergences(*rows, nan)
     names = [row.name for row in rows]
     assert found.most_fragile(2) == (names[1], names[2])
@@ -145,22 +99,17 @@ def test_the_most_fragile_linears_have_the_largest_quality_loss_in_the_lowest_pr
 def test_q_is_each_part_over_its_sum_under_the_lowest_precision() -> None:
     found = divergences(*two())
     first, second = found.linears.values()
-    each = math.sqrt(4 * math.sqrt(2) * 64 + 64 / 8 + 64)
-    loss_sum, weight_sum = 7.0 * (16 + 48), each * (16 + 48)
-    assert first[FP8].quality_loss == pytest.approx(7 / loss_sum + 0.1 * each / weight_sum)
-    assert first[FP4].quality_loss == pytest.approx(1.1 * 16 / 64)
-    assert second[FP4].quality_loss == pytest.approx(1.1 * 48 / 64)
-    assert first[FP8].loss_divergence == 7.0
-    assert first[FP8].weight_divergence == pytest.approx(each)
+    assert first[FP8].quality_loss == pytest.approx(1.01 * 1 / 64)
+    assert first[FP4].quality_loss == pytest.approx(1.01 * 16 / 64)
+    assert second[FP4].quality_loss == pytest.approx(1.01 * 48 / 64)
+    assert first[FP8].loss_divergence == pytest.approx(BOUND)
+    assert first[FP8].weight_divergence == pytest.approx(2 * BOUND)
     assert (found.statistics.iteration, found.statistics.linears[1].stage) == (30, 1)
 
 
 @pytest.mark.parametrize("weight_lambda", [0.0, 0.1, 2.0])
-@pytest.mark.parametrize("loss_divergence", ["fisher", "first_plus_fisher"])
-def test_the_uniform_lowest_plan_costs_one_plus_lambda(
-    loss_divergence: str, weight_lambda: float
-) -> None:
-    found = divergences(*two(), loss_divergence=loss_divergence, weight_lambda=weight_lambda)
+def test_the_uniform_lowest_plan_costs_one_plus_lambda(weight_lambda: float) -> None:
+    found = divergences(*two(), weight_lambda=weight_lambda)
     total = sum(row[FP4].quality_loss or math.nan for row in found.linears.values())
     assert total == pytest.approx(1.0 + weight_lambda)
 
@@ -187,8 +136,8 @@ def test_a_plugin_s_divergences_make_the_quality_losses(monkeypatch: pytest.Monk
     found = divergences(linear(0, **formats), loss_divergence="ours", weight_divergence="bits")
     (row,) = found.linears.values()
     assert (row[FP8].loss_divergence, row[FP4].loss_divergence) == (3.0, 5.0)
-    assert row[FP8].quality_loss == pytest.approx(3 / 5 + 0.1 * 8 / 4)
-    assert row[FP4].quality_loss == pytest.approx(1.1)
+    assert row[FP8].quality_loss == pytest.approx(3 / 5 + 0.01 * 8 / 4)
+    assert row[FP4].quality_loss == pytest.approx(1.01)
     for name in ("loss_divergence", "weight_divergence"):
         with pytest.raises(UsageError, match=f"unknown {name} 'our'") as refused:
             check_divergences(SnipConfig(**{name: "our"}))
@@ -200,7 +149,7 @@ def test_where_a_plugin_s_divergence_fails_the_option_is_forbidden(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def loss(linear: LinearStatistics, option: Option) -> float:
-        return linear.formats[option.fprop].fisher / (option.bits - 12 or linear.stage)
+        return linear.formats[option.fprop].input_error_square / (option.bits - 12 or linear.stage)
 
     monkeypatch.setitem(LOSS_DIVERGENCES, "ours", loss)
     forget_warnings()
@@ -215,7 +164,11 @@ def test_where_a_plugin_s_divergence_fails_the_option_is_forbidden(
     assert "option fp4 is forbidden for decoder.layers.0" in forbidden.getMessage()
 
 
-BAD = [{"fisher": math.nan}, {"aligned_fisher": math.inf}, {"local_square": -1e9}]
+BAD = [
+    {"input_error_square": math.nan},
+    {"weight_error_square": -1e9},
+    {"grad_error_square": math.inf},
+]
 
 
 @pytest.mark.parametrize("bad", BAD)
@@ -234,7 +187,7 @@ def test_what_is_not_finite_is_forbidden_with_one_warning(
     assert "option fp4 is forbidden for decoder.layers.0.mlp.linear_fc2" in record.getMessage()
     divergences(*rows, warn=False)
     assert len(caplog.records) == 1  # one rank warns
-    if "fisher" not in bad:  # what does not count forbids nothing
+    if "grad_error_square" in bad:  # what does not count forbids nothing
         (row, _) = divergences(*rows, weight_lambda=0.0).linears.values()
         assert row[FP4].quality_loss is not None
 
@@ -262,7 +215,7 @@ def test_an_unknown_number_leaves_no_linear_in_a_lower_precision_only(
 
 @pytest.mark.parametrize("pinned", ["fp8", "fp4"])
 def test_a_pin_to_an_option_that_was_not_measured_is_obeyed(pinned: str) -> None:
-    bad = {pinned: errors(1.0, fisher=math.nan)}
+    bad = {pinned: errors(1.0, input_error_square=math.nan)}
     rows = [linear(0, **{"fp8": errors(1.0), "fp4": errors(16.0), **bad}), *two()[1:]]
     fixed = {rows[0].name: Fixed(Option.uniform(pinned), Source.PIN)}
     problem = planning_problem(divergences(*rows, fixed=fixed), target=0.5)
@@ -272,36 +225,29 @@ def test_a_pin_to_an_option_that_was_not_measured_is_obeyed(pinned: str) -> None
     assert plan.efficiency >= 0.5
 
 
-NOT_MEASURED = dict.fromkeys(PRODUCT_COLUMNS & {*FORMAT_COLUMNS}, math.nan)
-
-
-def of_norms(index: int, flops: float = 1.0, **sizes: float) -> LinearStatistics:
-    """A linear whose products were not measured; sizes of the errors by format."""
-    formats = {name: errors(size, **NOT_MEASURED) for name, size in sizes.items()}
-    base = dict.fromkeys(PRODUCT_COLUMNS & {*BASE_COLUMNS}, math.nan)
-    return replace(linear(index, **formats), flops_per_token=6.0 * flops, **base)
-
-
-def test_the_divergences_by_norms_are_the_bounds_of_their_gemms() -> None:
-    (row,) = divergences(of_norms(0, fp8=1.0, fp4=16.0), measure="norms").linears.values()
-    # |G| (|X| |eW| + |eX| |W|); the terms of all three GEMMs are equal here.
-    bound = 5 * (10 * W + X * 20)
-    assert row[FP8].loss_divergence == pytest.approx(bound)
-    assert row[FP8].weight_divergence == pytest.approx(2 * bound)
-    assert row[FP4].quality_loss == pytest.approx(1.01)
-    mixed = Option("bf16", "fp4", "fp8")
-    assert norms_of_fprop(linear(), mixed) == 0.0
-    assert norms_of_gradients(linear(), mixed) == pytest.approx(17 * bound)
-
-
-def test_products_that_were_not_measured_make_no_option_free() -> None:
-    """As 0 they would: an arbitrary plan."""
-    rows = [of_norms(i, fp8=1.0, fp4=16.0) for i in range(3)]
-    for found in divergences(*rows, warn=False).linears.values():
-        assert found[FP4].quality_loss is None
-    found = divergences(*rows, loss_divergence="norms", weight_divergence="norms")
+@pytest.mark.parametrize("has_weights", [False, True])
+def test_without_norms_everything_is_forbidden(has_weights: bool) -> None:
+    """As 0 they would make every option free: an arbitrary plan."""
+    some = FormatStatistics(weight_error_square=1.0) if has_weights else FormatStatistics()
+    rows = [linear(i, fp8=some, fp4=some) for i in range(3)]
+    rows += [replace(linear(3), input_square=math.nan), replace(linear(4), grad_square=math.nan)]
+    found = divergences(*rows, formats=("bf16", "fp8", "fp4"), warn=False)
     for row in found.linears.values():
-        assert 0 < (row[FP8].quality_loss or 0) < (row[FP4].quality_loss or 0)
+        assert [row[o].quality_loss for o in (BF16, FP8, FP4)] == [0.0, None, None]
+    for costs in planning_problem(found, target=0.0).linears:
+        scores = costs.options["fp4"].scores
+        assert {scores[name] for name in ("norms", "rel_error")} == {None}
+
+
+def test_divergences_of_products_are_refused_with_what_to_use() -> None:
+    for field, name in (
+        ("loss_divergence", "fisher"),
+        ("loss_divergence", "first_plus_fisher"),
+        ("weight_divergence", "updates"),
+    ):
+        with pytest.raises(UsageError, match=f"'{name}' needs products, .*; use norms") as refused:
+            check_divergences(SnipConfig(**{field: name}))
+        assert refused.value.field == field
 
 
 @pytest.mark.parametrize("target", [0.5, 2 / 3, 0.75, 0.9])
@@ -310,28 +256,26 @@ def test_snip_by_norms_lowers_what_norms_gemm_lowers(target: float) -> None:
     generator = random.Random(3)
 
     def plans(rows: Sequence[LinearStatistics]) -> list[PrecisionPlan]:
-        found = divergences(*rows, formats=("bf16", "fp4"), granularity="gemm", measure="norms")
+        found = divergences(*rows, formats=("bf16", "fp4"), granularity="gemm")
         problem = planning_problem(found, target)
         policies = ("snip", "norms-gemm")
         return [make_plan(problem, PlanSettings(policy=each, gap=1e-6)) for each in policies]
 
     sizes = [math.exp(generator.gauss(0, 1)) for _ in range(20)]
-    equal = [of_norms(i, fp4=size) for i, size in enumerate(sizes)]
+    equal = [linear(i, fp4=errors(size)) for i, size in enumerate(sizes)]
     snip, norms_gemm = plans(equal)
     assert snip.linears == norms_gemm.linears
-    snip, norms_gemm = plans([of_norms(i, 1 + i % 3, fp4=size) for i, size in enumerate(sizes)])
+    snip, norms_gemm = plans(
+        [replace(row, flops_per_token=6.0 * (1 + i % 3)) for i, row in enumerate(equal)]
+    )
     assert snip.objective is not None and norms_gemm.objective is not None
     assert snip.objective <= norms_gemm.objective * (1 + 1e-6)
 
 
-@pytest.mark.parametrize("field", ["fisher", "local_square"])
+@pytest.mark.parametrize("field", ["input_error_square", "grad_error_square"])
 @pytest.mark.parametrize("lowest", [0.0, 1e-320, 1e-250])
 def test_a_sum_of_zero_forbids_nothing(field: str, lowest: float) -> None:
-    """With one token a microbatch FP4 does not change the direction of an update, and FP8 does."""
-    none = {"fisher": 0.0, "aligned_fisher": 0.0, "local_square": 0.0}
-    rows = [
-        linear(i, fp8=errors(1.0), fp4=errors(16.0, **{**none, field: lowest})) for i in range(4)
-    ]
+    rows = [linear(i, fp8=errors(1.0), fp4=errors(0.0, **{field: lowest})) for i in range(4)]
     problem = planning_problem(divergences(*rows), target=0.5)
     assert all(row.options["fp8"].quality_loss is not None for row in problem.linears)
 
@@ -439,7 +383,7 @@ def test_where_nothing_is_hurt_or_measured_everything_is_free() -> None:
 @pytest.mark.parametrize("granularity", ["linear", "gemm"])
 def test_the_planner_accepts_the_problem(granularity: Any) -> None:
     rows = two()
-    rows[0] = linear(0, fp8=errors(1.0), fp4=errors(16.0, fisher=math.nan))
+    rows[0] = linear(0, fp8=errors(1.0), fp4=errors(16.0, input_error_square=math.nan))
     found = divergences(*rows, granularity=granularity)
     problem = planning_problem(found, target=0.75)
     assert PlanningProblem.from_dict(json.loads("".join(problem.json_lines()))) == problem
@@ -457,18 +401,16 @@ def test_the_planner_accepts_the_problem(granularity: Any) -> None:
 
 
 def test_the_record_holds_divergences_and_statistics_without_nan() -> None:
-    rows = [linear(0, fp8=errors(1.0), fp4=errors(16.0, fisher=math.nan))]
+    rows = [linear(0, fp8=errors(1.0), fp4=errors(16.0, input_error_square=math.nan))]
     found = divergences_dict(divergences(*rows, warn=False))
     again = json.loads(json.dumps(found, allow_nan=False))
-    assert (again["version"], again["iteration"], again["loss"]) == (2, 30, 2.5)
+    assert (again["version"], again["iteration"], again["loss"]) == (3, 30, 2.5)
     (row,) = again["linears"]
     assert row["options"]["fp4"]["loss_divergence"] is None
-    assert row["options"]["fp4"]["weight_divergence"] == pytest.approx(
-        16 * math.sqrt(256 * math.sqrt(2) + 72)
-    )
+    assert row["options"]["fp8"]["weight_divergence"] == pytest.approx(2 * BOUND)
     assert row["options"]["fp4"]["quality_loss"] is None
-    assert row["statistics"]["formats"]["fp4"]["fisher"] is None
-    assert row["statistics"]["formats"]["fp8"]["fisher"] == 7
+    assert row["statistics"]["formats"]["fp4"]["input_error_square"] is None
+    assert row["statistics"]["formats"]["fp8"]["input_error_square"] == 1
 
 
 def test_of_formats_with_as_few_bits_the_first_is_the_lowest() -> None:

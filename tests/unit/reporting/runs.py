@@ -31,7 +31,7 @@ from megatron_snip.reporting.precision_record import LinearPrecision, PrecisionR
 from megatron_snip.reporting.run_directory import RunDirectory
 from megatron_snip.statistics.health_table import HealthTable, LinearHealth, OperandHealth
 from megatron_snip.statistics.records import FormatStatistics, LinearStatistics, StatisticsTable
-from megatron_snip.types import Gemm, Operand
+from megatron_snip.types import Operand
 from tests.unit.planning.build import MODULES
 
 WIDTHS = (3, 1, 4, 4)
@@ -77,8 +77,10 @@ def measurement_at(shape: Shape, iteration: int) -> Measurement:
         stage = layer * shape.stages // shape.layers
         flops = float(WIDTHS[kind % len(WIDTHS)]) * 6e3
         added = dict.fromkeys(shape.added, weight)
-        formats = {f: FormatStatistics(fisher=weight, added=added) for f in c.named_formats}
+        sums = (weight, 0.25 * weight, 1e-6 * weight)
+        formats = {f: FormatStatistics(*sums, added=added) for f in c.named_formats}
         seen = {"microbatches": 1.0, "tokens": 128.0, "input_square": 64.0 + k}
+        seen |= {"weight_square": 16.0, "grad_square": 1e-4}
         raw.append(LinearStatistics(name, stage, 64, 64, flops, **seen, formats=formats))
         rows[name] = options
     statistics = StatisticsTable(iteration, 4.0, tuple(raw))
@@ -96,13 +98,12 @@ def health_of(shape: Shape, iteration: int) -> HealthTable:
     for k, name in enumerate(shape.names):
         operand = OperandHealth(30.0 - k, k / 100, 0.0, (-3.0, 0.0, 2.0))
         operands = dict.fromkeys(Operand, nothing) | {Operand.INPUT: operand}
-        gemms: dict[Gemm, float | None] = {Gemm.FPROP: 20.0 - k}
         amax: dict[Operand, float | None] = dict.fromkeys(Operand, 1.5)
         formats = shape.config.named_formats
-        found = dict.fromkeys(formats, operands), dict.fromkeys(formats, gemms)
+        found = dict.fromkeys(formats, operands)
         histograms = dict.fromkeys(Operand, (-3.0, [0.2, 0.5, 0.3]))
         noise: dict[str, float | None] = dict.fromkeys(formats, 0.01 * (k + 1))
-        linears.append(LinearHealth(name, 0, 1.0, 1e-3, amax, *found, histograms, noise))
+        linears.append(LinearHealth(name, 0, 1.0, amax, found, histograms, noise))
     return HealthTable(iteration, tuple(linears))
 
 

@@ -1,6 +1,5 @@
 """When a stopped run's measurements are enough to plan with."""
 
-import math
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -39,17 +38,6 @@ def test_linears_must_have_been_measured_in_every_format(
     observations = Observations(SnipConfig(), model, available, None)
     assert not observations.suffice(None)
     assert observations.suffice(StatisticsTable(5, 2.0, tuple(rows))) == enough
-
-
-@pytest.mark.parametrize(("measure", "enough"), [("products", False), ("norms", True)])
-def test_norms_of_a_stopped_run_are_not_enough_for_products(measure: Any, enough: bool) -> None:
-    runtime = SimpleNamespace(topology=Topology())
-    model: Any = SimpleNamespace(runtime=runtime, chunks=[], job=SimpleNamespace(linears=MEASURED))
-    available: Any = SimpleNamespace(options=[Option.uniform("fp4")])
-    observations = Observations(SnipConfig(measure=measure), model, available, None)
-    rows = tuple(replace(row, output_square=math.nan) for row in MEASURED)
-    assert observations.suffice(StatisticsTable(5, 2.0, rows)) == enough
-    assert observations.suffice(StatisticsTable(5, 2.0, (rows[0], MEASURED[1])))
 
 
 def test_a_problem_has_the_pins_of_the_run() -> None:

@@ -3,7 +3,8 @@
 import io
 import json
 import math
-from dataclasses import fields, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,13 @@ from megatron_snip.run.state import (
     reported_settings,
     resumed_state,
 )
-from megatron_snip.statistics.records import FormatStatistics, LinearStatistics, StatisticsTable
+from megatron_snip.statistics.records import (
+    BASE_COLUMNS,
+    FORMAT_COLUMNS,
+    FormatStatistics,
+    LinearStatistics,
+    StatisticsTable,
+)
 from tests.unit.planning.build import plan_of
 from tests.unit.run.build import PENDING, PLAN, STATE
 
@@ -44,7 +51,7 @@ def test_there_and_back(state: RunState) -> None:
 
 def test_a_number_that_is_not_one_is_null_in_a_checkpoint() -> None:
     """Megatron compares what ranks save, and a NaN differs from itself."""
-    errors = FormatStatistics(fisher=math.nan)
+    errors = FormatStatistics(input_error_square=math.nan)
     linear = LinearStatistics("decoder.layers.0.mlp.linear_fc1", 0, 2, 2, 24.0)
     linear = replace(linear, grad_square=math.nan, formats={"fp4": errors})
     table = StatisticsTable(6, 1.5, (linear,))
@@ -70,12 +77,11 @@ def test_a_state_of_600_linears_is_below_a_megabyte() -> None:
 
 
 def _measured(name: str, rng: np.random.Generator) -> LinearStatistics:
-    def drawn(record: type) -> dict[str, float]:
-        names = [each.name for each in fields(record) if "column" in each.metadata]
+    def drawn(names: Sequence[str]) -> dict[str, Any]:
         return dict(zip(names, rng.random(len(names)) + 1.0, strict=True))
 
-    formats = {low: FormatStatistics(**drawn(FormatStatistics)) for low in ("fp8", "fp4")}
-    values: dict[str, Any] = {**drawn(LinearStatistics), "formats": formats}
+    formats = {low: FormatStatistics(**drawn(FORMAT_COLUMNS)) for low in ("fp8", "fp4")}
+    values = {**drawn(BASE_COLUMNS), "formats": formats}
     return LinearStatistics(name, 0, 4096, 4096, 2.0**25, **values)
 
 
@@ -198,7 +204,7 @@ def test_a_resume_that_only_measures_says_so() -> None:
 @pytest.mark.parametrize(
     ("setting", "value"),
     [
-        ("loss_divergence", "first_plus_fisher"),
+        ("loss_divergence", "of a plugin"),
         ("stat_decay", 0.25),
         ("interval", 300),
         ("change_penalty", 0.5),

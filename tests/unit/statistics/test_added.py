@@ -110,13 +110,15 @@ def test_a_mistake_in_a_plugin_leaves_out_its_statistic_and_nothing_else(
 def test_a_name_of_snip_s_own_is_left_out(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    entries = dict.fromkeys(("ours", "fisher", "also"), Statistic(Operand.INPUT, differences))
+    entries = dict.fromkeys(
+        ("ours", "input_error_square", "also"), Statistic(Operand.INPUT, differences)
+    )
     monkeypatch.setattr(added, "STATISTICS", entries)
     forget_warnings()
     for _ in range(2):
         assert list(MeasureSettings(FORMATS, STEP, SEED).added) == ["also", "ours"]
     (record,) = caplog.records
-    assert "statistic 'fisher' of a plugin is left out" in record.getMessage()
+    assert "statistic 'input_error_square' of a plugin is left out" in record.getMessage()
 
 
 def test_they_are_averaged_and_kept_like_others() -> None:

@@ -126,26 +126,6 @@ def test_a_tensor_that_vanishes_is_the_worst_and_one_without_underflow_is_not_li
     assert all(each.value > 0 for each in worst["underflow"])
 
 
-@pytest.mark.parametrize("num_experts", [0, 2])
-def test_the_update_ratio_is_of_the_weights_of_all_experts(num_experts: int) -> None:
-    toy = Toy.make("column", microbatches=2)
-    settings = MeasureSettings(equations.FORMATS, STEP, SEED, all_tokens=True)
-    observer = StepObserver(settings, Topology())
-    place = toy.placement(Topology())
-    square = 0.0
-    for expert in range(num_experts) or [None]:
-        weight = (toy.weight * (1 + (expert or 0))).requires_grad_()
-        square += weight.detach().square().sum().item()
-        for x, g in zip(toy.inputs, toy.grads, strict=True):
-            output = torch.nn.functional.linear(x, weight)
-            observer.observe(replace(place, expert=expert), x, weight, output).backward(g)
-    norms = {place.name: torch.tensor([9.0, 4.0, 1.0], dtype=torch.float64)}
-    _, health = observer.table([place.info], 1.0, None, lambda: norms)
-    (linear,) = health.linears
-    assert linear.gradient_norm == 3.0
-    assert linear.update_ratio == pytest.approx(2.0 / math.sqrt(square), rel=1e-5)
-
-
 def test_gradient_noise_is_estimated_from_the_errors_of_x_and_g() -> None:
     """Two microbatches whose gradients almost cancel: the noise of both stays."""
     toy = Toy.make("column", microbatches=2)
@@ -172,7 +152,7 @@ def test_gradient_noise_is_estimated_from_the_errors_of_x_and_g() -> None:
 
 def test_the_gradient_noise_of_a_plan_is_that_of_its_formats_over_all_linears() -> None:
     def linear(name: str, norm: float | None, noise: dict[str, float | None]) -> LinearHealth:
-        return LinearHealth(name, 0, norm, None, {}, {}, {}, gradient_noise=noise)
+        return LinearHealth(name, 0, norm, {}, {}, gradient_noise=noise)
 
     noises: dict[str, float | None] = {"fp8": 0.1, "fp4": 2.0}
     table = HealthTable(
@@ -212,7 +192,7 @@ def test_an_alert_names_the_value_that_is_farthest_beyond_the_limit() -> None:
     table = HealthTable(
         1,
         tuple(
-            LinearHealth(name, 0, None, None, dict(zip(Operand, values, strict=True)), {}, {})
+            LinearHealth(name, 0, None, dict(zip(Operand, values, strict=True)), {})
             for name, values in amaxes.items()
         ),
     )

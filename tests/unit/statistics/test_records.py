@@ -1,4 +1,4 @@
-"""Running means keep what persists, and never the signed first order."""
+"""Running means, and what a checkpoint and a file hold."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from megatron_snip.errors import UsageError
-from megatron_snip.statistics.records import StatisticsTable, has_products, running_mean
+from megatron_snip.statistics.records import FORMAT_COLUMNS, StatisticsTable, running_mean
 from tests.unit.divergence.build import errors, linear, table
 
 
@@ -19,14 +19,14 @@ def measured(size: float, iteration: int = 4) -> StatisticsTable:
     )
 
 
-def test_second_order_is_averaged_and_first_order_is_the_last() -> None:
+def test_sums_are_averaged_and_counts_are_the_last() -> None:
     first, second = measured(1.0), measured(3.0, iteration=9)
     mean = running_mean(running_mean(None, first, 0.75), second, 0.75)
     old, new = first.linears[1].formats["fp4"], second.linears[1].formats["fp4"]
     found = mean.linears[1].formats["fp4"]
-    assert found.fisher == pytest.approx(0.75 * old.fisher + 0.25 * new.fisher)
-    assert found.local_square == pytest.approx(0.75 * old.local_square + 0.25 * new.local_square)
-    assert found.first == new.first
+    for name in FORMAT_COLUMNS:
+        wanted = 0.75 * getattr(old, name) + 0.25 * getattr(new, name)
+        assert getattr(found, name) == pytest.approx(wanted)
     assert (mean.iteration, mean.linears[0].tokens) == (9, second.linears[0].tokens)
     assert running_mean(first, second, 0.0) == second
 
@@ -37,7 +37,7 @@ def test_a_linear_that_was_not_observed_keeps_its_mean_and_a_new_format_starts_i
     observed = linear(0, fp4=errors(5.0), fp8=errors(0.5))
     mean = running_mean(first, table(observed, unobserved), 0.5)
     assert mean.linears[1] == first.linears[1]
-    assert mean.linears[0].formats["fp4"].fisher == 0.5 * (7.0 + 35.0)
+    assert mean.linears[0].formats["fp4"].input_error_square == 0.5 * (1.0 + 25.0)
     assert mean.linears[0].formats["fp8"] == errors(0.5)
     never = table(unobserved, unobserved)
     assert running_mean(never, first, 0.9) == first
@@ -47,29 +47,27 @@ def test_a_linear_that_was_not_observed_keeps_its_mean_and_a_new_format_starts_i
 
 
 def test_what_is_not_finite_is_gone_with_the_next_measurement() -> None:
-    bad = table(linear(0, fp4=errors(1.0, fisher=math.nan, local_square=math.inf)))
+    bad = table(linear(0, fp4=errors(1.0, input_error_square=math.nan, grad_error_square=math.inf)))
     good = table(linear(0, fp4=errors(1.0)))
-    assert math.isnan(running_mean(good, bad, 0.5).linears[0].formats["fp4"].fisher)
+    found = running_mean(good, bad, 0.5).linears[0].formats["fp4"]
+    assert math.isnan(found.input_error_square) and found.grad_error_square == math.inf
     assert running_mean(running_mean(good, bad, 0.5), good, 0.5) == good
-
-
-def test_products_after_norms_start_anew_and_norms_after_products_have_none() -> None:
-    nothing = {"fisher": math.nan, "local_square": math.nan}
-    norms = table(replace(linear(0, fp4=errors(1.0, **nothing)), output_square=math.nan))
-    products = table(linear(0, fp4=errors(3.0)))
-    assert (has_products(products.linears), has_products(norms.linears)) == (True, False)
-    (row,) = running_mean(norms, products, 0.75).linears
-    assert (row.output_square, row.formats["fp4"].fisher) == (1.0, 21.0)
-    assert row.formats["fp4"].input_error_square == 0.75 * 1 + 0.25 * 9
-    back = running_mean(products, norms, 0.75)
-    assert not has_products(back.linears) and math.isnan(back.linears[0].formats["fp4"].fisher)
-    assert not has_products(table(replace(linear(), microbatches=0.0)).linears)
 
 
 def test_it_goes_through_json_and_other_versions_are_refused() -> None:
     value = json.loads(json.dumps(measured(1.0).to_dict()))
     assert StatisticsTable.from_dict(value) == measured(1.0)
-    for damage in ({"version": 1}, {"version": 3}, {"iteration": "x"}, {"linears": [{}]}):
+    for damage in ({"version": 1}, {"version": 4}, {"iteration": "x"}, {"linears": [{}]}):
         with pytest.raises(UsageError, match=next(iter(damage))) as caught:
             StatisticsTable.from_dict(value | damage)
         assert "\n" not in str(caught.value)
+
+
+def test_of_version_2_the_errors_of_products_are_not_read_and_what_is_absent_is_nan() -> None:
+    value = measured(1.0).to_dict() | {"version": 2}
+    value["linears"][0]["output_square"] = 1.0
+    value["linears"][0]["formats"]["fp4"]["fisher"] = 7.0
+    assert StatisticsTable.from_dict(value) == measured(1.0)
+    del value["linears"][0]["formats"]["fp4"]["input_error_square"]
+    (first, _) = StatisticsTable.from_dict(value).linears
+    assert math.isnan(first.formats["fp4"].input_error_square)
