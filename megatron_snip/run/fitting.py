@@ -73,7 +73,7 @@ def fitted_plan(
         if replacement is not None:
             replaced.append(replacement)
     linears = {**plan.linears, **{each.linear: each.new for each in replaced}}
-    # Replacements can give tied linears different options.
+    # Replacements can give tied linears different options. (A list: the loop changes `linears`.)
     for replacement in list(_untied(linears, available)):
         replaced.append(replacement)
         linears[replacement.linear] = replacement.new
@@ -85,7 +85,7 @@ def fitted_plan(
         iteration=plan.iteration,
         stage_layers=job.stage_layers,
     )
-    if replaced:
+    if replaced:  # it is another plan: what was known of the objective does not hold
         return fitted, replaced
     update: dict[str, Any] = {"stage_layers": job.stage_layers}
     # A plan of this layout that counts seconds has efficiencies that FLOPs do not give.
@@ -99,7 +99,7 @@ def _replacement(
 ) -> Replacement | None:
     """Return what a linear gets in place of an option; None if it keeps it."""
     refusals = available.refusals
-    can_run = [o for o in available.options if name not in refusals[o]]
+    can_run = [option for option in available.options if name not in refusals[option]]
     job = available.job.options[name]
     fixed = available.fixed.get(name)
     if fixed is not None and not fixed.source.is_rule:

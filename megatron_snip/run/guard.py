@@ -1,27 +1,17 @@
 """The guard: reverts a plan that makes the loss jump or NaN.
 
-It judges the first 50 iterations after a plan change, and up to 50 more while a series of spikes
-lasts. loss_monitor.py says what a spike is, and when a series of spikes ends. At a spike everything
-that the attempt changed is restored, and the iteration runs again under the fallback plan. So no
-NaN of a judged iteration reaches the weights if the plan caused it. The loss under the plan and the
-loss under the fallback decide; at the tenth spike of a series the plan is to blame in any case, if
-both losses are finite:
+It judges the first iterations after a plan change (loss_monitor.py: how many, and what a spike is).
+At a spike everything that the attempt changed is restored, and the iteration runs again under the
+fallback plan. So no NaN of a judged iteration reaches the weights if the plan caused it. The losses
+under the two plans decide:
 
     the plan is to blame      it is reverted: the fallback stays, and the plan is refused if it
-                              comes again (the last 16 reverted plans are remembered). After the
-                              first revert since a plan was judged good, the next iteration
-                              measures again. If the plan of that refresh is reverted too, the next
-                              refresh waits for its turn
+                              comes again
     the plan is not to blame  the data or the learning rate caused the loss, and the plan stays; a
                               loss that is NaN under both is left to Megatron's own check
 
-A gradient that is not finite counts as a loss that is not finite. The fallback is the first of
-these that differs from the current plan: `GuardState.first_fallback`, which is usually the plan
-before the change; what the job itself runs, with the pins. If none differs at a spike, the guard
-judges nothing from then until the next plan change.
-
-Outside the iterations that are judged the loss is summed asynchronously after the backward, and
-read at the end of the iteration.
+The fallback is the first of these that differs from the current plan: `GuardState.first_fallback`,
+which is usually the plan before the change; what the job itself runs, with the pins.
 """
 
 import math
@@ -55,12 +45,9 @@ class GuardState(Record):
 
     Attributes:
         loss: the losses so far, and what the current plan is judged by.
-        first_fallback: the plan that the guard falls back to, unless it equals the current plan.
-            Usually it is the plan before the last change. A change during a series of spikes leaves
-            it as it was. After a revert it is the current plan: then it is passed over, and the
-            next fallback is what the job itself runs. A plan may be the fallback although it was
-            not judged to the end. None: there is no earlier plan. Earlier checkpoints call it
-            `good`.
+        first_fallback: the plan that the guard falls back to, unless it equals the current plan, as
+            it does after a revert. Usually it is the plan before the last change, judged to the end
+            or not. None: there is no earlier plan. Earlier checkpoints call it `good`.
         refused: digests of the last MAX_REFUSED plans that were reverted.
         num_reverted: plans reverted since one was last judged good.
         refresh_at: iteration from which a refresh is wanted because a plan was reverted, or None.
@@ -83,14 +70,13 @@ class GuardState(Record):
         """Return the state that judges a new plan from the coming iteration on.
 
         Args:
-            fallback: the plan to fall back to, usually the one before the change. It is not used if
-                the change comes during a series of spikes: then `first_fallback` stays as it was.
-                None: there is no earlier plan.
+            fallback: the plan before the change, or None. It becomes `first_fallback`, unless the
+                change comes during a series of spikes.
             sigmas: smallest jump of the loss that counts (`--snip-guard-sigmas`).
         """
         watch = self.loss.watch
         is_in_series = watch is not None and watch.num_spikes > 0
-        if is_in_series:
+        if is_in_series:  # the plan before the change is suspect itself
             fallback = self.first_fallback
         loss = self.loss.after_plan_change(sigmas)
         return self.model_copy(update={"first_fallback": fallback, "loss": loss})
@@ -105,7 +91,8 @@ class GuardState(Record):
             first_fallback=fallback,
             refused=(*self.refused, plan.digest)[-MAX_REFUSED:],
             num_reverted=num_reverted,
-            # One refresh at once. If its plan is reverted too, the next refresh waits for its turn.
+            # One refresh at once. If its plan is reverted too, the next refresh waits for its turn:
+            # a run whose plans all fail must not measure in every iteration.
             refresh_at=iteration + 1 if num_reverted == 1 else None,
         )
 
@@ -114,7 +101,7 @@ class GuardState(Record):
         if loss is None:
             return self
         after = self.model_copy(update={"loss": self.loss.add(loss)})
-        if self.is_judging and not after.is_judging:
+        if self.is_judging and not after.is_judging:  # judged good: the next revert is a first one
             return after.model_copy(update={"num_reverted": 0})
         return after
 
@@ -183,6 +170,7 @@ class Guard:
         if guard is not None and guard.is_judging:
             return self._run_judged(iteration, step, plan, guard)
         results = self._run(iteration, step)
+        # Nothing waits for this loss now: the controller reads it at the end of the iteration.
         loss = None if guard is None else StepLoss(results, self._topology)
         return Outcome(results, guard, loss=loss)
 
@@ -201,9 +189,11 @@ class Guard:
             snapshot.restore()
             prepare_next_pass(step.chunks, self._optimizer)
             self._model.apply(under.linears)
+            # After `apply`, which decides which exact weights are missing.
             self._model.gather_weights(self._optimizer)
             return self._run(iteration, step)
 
+        # Megatron would end the job at a NaN that the fallback may not have.
         with tolerating_non_finite():
             results = self._run(iteration, step)
         loss = self._measure_loss(results, step)
@@ -212,7 +202,7 @@ class Guard:
 
         text = f"loss {loss:.4g} under {plan.label}"
         fallback = self._fallback(plan, iteration, guard)
-        if fallback is None:
+        if fallback is None:  # every further spike would end here too: judge no more
             num_runs = 1
             if not math.isfinite(loss):
                 # Megatron's own checks did not see the NaN (`tolerating_non_finite`). Now they do.
@@ -229,6 +219,7 @@ class Guard:
         with tolerating:
             results = run_again(fallback)
         measured = self._measure_loss(results, step)
+        # None is a report that a rank could not read: no reason to blame the plan.
         fallback_loss = math.nan if measured is None else measured
         text += f", {fallback_loss:.4g} under {fallback.label}"
         if guard.loss.blames_plan(loss, fallback_loss):
@@ -263,4 +254,5 @@ class Guard:
             NaN if a gradient is not finite; None if the step reports no loss.
         """
         loss = StepLoss(results, self._topology)
+        # A loss can be finite while a gradient overflows, which would reach the weights.
         return loss.read_judged(gradients_are_finite(step.chunks))

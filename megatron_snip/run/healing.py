@@ -8,11 +8,12 @@ out of the planning problem, so that whatever the policy chooses keeps the order
 """
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 
 from megatron_snip.config import SnipConfig
 from megatron_snip.errors import UsageError
 from megatron_snip.formats import get_format
+from megatron_snip.options import Option
 from megatron_snip.planning.option_table import TOLERANCE
 from megatron_snip.planning.plan import PrecisionPlan
 from megatron_snip.planning.problem import LinearChoices, OptionCost, PlanningProblem, parse_option
@@ -106,35 +107,40 @@ def healing_problem(
         config: settings; `heal_order` (forward or backward) and formats are used.
         fixed: the linears whose option is fixed.
     """
+    # The plan is below the target, for example after a revert: plans that lower no GEMM of it could
+    # not reach the target.
     if plan.efficiency < problem.target - float(TOLERANCE):
         return problem
     lowest = get_format(config.lowest_format).bits
-    is_early = [(gemm == Gemm.FPROP) == (config.heal_order == "forward") for gemm in Gemm]
-    current = {name: option.gemm_bits for name, option in plan.linears.items()}
+    backward = (Gemm.DGRAD, Gemm.WGRAD)
+    late = backward if config.heal_order == "forward" else (Gemm.FPROP,)
     usable = _usable(problem)
-    late_flops = _late_flops(problem, usable, current, is_early, lowest)
+    late_flops = _late_flops(problem, usable, plan, late, lowest)
     total = sum(row.flops for row in problem.linears)
     # With the early GEMMs all raised, the late ones still save too much: they rise as well.
     late_may_rise = problem.target * total < late_flops
 
-    def may_become(old: int, new: int, early: bool) -> bool:
-        """Whether a GEMM, early or late, may go from `old` to `new` bits."""
-        if new < old:
+    def may_become(old: Option, new: Option, gemm: Gemm) -> bool:
+        """Whether a linear's GEMM may go from its format in `old` to that in `new`."""
+        old_bits = get_format(old[gemm]).bits
+        new_bits = get_format(new[gemm]).bits
+        if new_bits < old_bits:
             return False
         if late_may_rise:
-            return new > lowest or not early
-        return early or new == old
+            return new_bits > lowest or gemm in late
+        return gemm not in late or new_bits == old_bits
 
     def allowed(row: LinearChoices) -> dict[str, OptionCost]:
         if row.name in fixed:
             return row.options
+        old = plan.linears[row.name]
         raised = {}
         for text, cost in row.options.items():
-            if text not in usable[row.name]:
-                continue
-            gemms = zip(current[row.name], parse_option(text).gemm_bits, is_early, strict=True)
-            if all(may_become(old, new, early) for old, new, early in gemms):
+            new = parse_option(text)
+            if text in usable[row.name] and all(may_become(old, new, gemm) for gemm in Gemm):
                 raised[text] = cost
+        # What it runs now may be forbidden since, and nothing above it measured: a plan out of
+        # order is better than none.
         return raised or row.options
 
     return problem.with_options(allowed)
@@ -143,8 +149,8 @@ def healing_problem(
 def _late_flops(
     problem: PlanningProblem,
     usable: Mapping[str, Collection[str]],
-    bits: Mapping[str, Sequence[int]],
-    is_early: Sequence[bool],
+    plan: PrecisionPlan,
+    late: Collection[Gemm],
     lowest: int,
 ) -> float:
     """Return the FLOPs of the late GEMMs that can stay in the lowest precision, over all linears.
@@ -152,17 +158,19 @@ def _late_flops(
     Args:
         problem: the linears and their FLOPs, a third of them in each GEMM.
         usable: what `_usable` returns.
-        bits: bits of every linear's fprop, dgrad and wgrad.
-        is_early: whether fprop, dgrad and wgrad are early GEMMs.
+        plan: the current plan.
+        late: the late GEMMs.
         lowest: bits of the lowest precision.
     """
+
+    def late_bits(option: Option) -> list[int]:
+        return [get_format(option[gemm]).bits for gemm in late]
+
     flops = 0.0
     for row in problem.linears:
-        late = [gemm for gemm, early in enumerate(is_early) if not early]
-        now = [bits[row.name][gemm] for gemm in late]
-        options = [parse_option(text).gemm_bits for text in usable[row.name]]
+        now = late_bits(plan.linears[row.name])
         # Where what the linear has now is forbidden, its late GEMMs rise in any case.
-        if any([option[gemm] for gemm in late] == now for option in options):
+        if any(late_bits(parse_option(text)) == now for text in usable[row.name]):
             flops += row.flops * now.count(lowest) / 3
     return flops
 

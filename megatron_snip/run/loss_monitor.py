@@ -91,7 +91,7 @@ class LossMonitor(Record):
             return LossMonitor()
         if len(self.recent) >= _MEDIAN_LOSSES:
             level = statistics.median(self.recent[-_MEDIAN_LOSSES:])
-        else:
+        else:  # too few for a median: the largest, so that there is no false alarm
             level = max(self.recent)
         limit = level + max(sigmas * _noise(self.recent), MIN_RISE * abs(level))
         limit = min(limit, sys.float_info.max)  # a record holds finite numbers only
@@ -113,7 +113,7 @@ class LossMonitor(Record):
         """
         assert self.watch is not None, "only a watched iteration runs twice"
         if not math.isfinite(loss):
-            return math.isfinite(second)  # NaN under both is not the plan's doing
+            return math.isfinite(second)  # NaN under both is not caused by the plan
         if not math.isfinite(second):
             return False  # the fallback is worse
         if self.watch.num_spikes + 1 >= PATIENCE:

@@ -27,16 +27,20 @@ def check_plan_file(replaced: Sequence[Replacement], config: SnipConfig, num_lin
         str(Source.PIN): f" ({listing(config.pins)})",
         "--snip-formats": f" ({listing(config.named_formats)})",
     }
-    for reason in dict.fromkeys(each.reason for each in replaced if each.is_setting):
-        names = [each.linear for each in replaced if each.reason == reason]
-        remedy = "change one of the two"
-        if reason in (Source.FILE, Source.EDGE):
-            remedy += f", or give these linears to the plan: --snip-pins '{names[0]}={FREE}'"
-        raise UsageError(
-            f"the plan breaks {reason}{values.get(reason, '')} at {len(names)} of "
-            f"{num_linears} linears: {listing(names, 3)}; {remedy}",
-            field="plan_file",
-        )
+    # What a linear cannot run is no contradiction: the run has replaced it, and reports that.
+    contradictions = [each for each in replaced if each.is_setting]
+    if not contradictions:
+        return
+    reason = contradictions[0].reason  # one at a time: an error is one line
+    names = [each.linear for each in replaced if each.reason == reason]
+    remedy = "change one of the two"
+    if reason in (Source.FILE, Source.EDGE):
+        remedy += f", or give these linears to the plan: --snip-pins '{names[0]}={FREE}'"
+    raise UsageError(
+        f"the plan breaks {reason}{values.get(reason, '')} at {len(names)} of "
+        f"{num_linears} linears: {listing(names, 3)}; {remedy}",
+        field="plan_file",
+    )
 
 
 def recipe_changes(plan_file: Path, digest: str, model: PlannedModel) -> list[str]:

@@ -131,6 +131,8 @@ class RunPlans:
                 read = partial(read_plan, config.plan_file)
                 self._file_plan = plan_from_rank_0(read, self._control)
         self.file_digest = None if self._file_plan is None else self._file_plan.digest
+        # The order counts: `auto` formats first, then what runs them, then what of it is faster
+        # than BF16; only then is it known which target can be reached.
         config, available = available_options(config, model.job, model.refusals_of)
         if config.cost == "time" and not config.collect_only:
             available = timed_options(available, model, config, calibration_cache)
@@ -172,12 +174,13 @@ class RunPlans:
         changed = frozenset[str]()
         if state is not None:
             changed = changed_plan_settings(state, self._recorded_config, self._digests)
-        new_settings = changed - {"plan_file"}
+        new_settings = changed - {"plan_file"}  # it has a rule of its own (2)
         has_new_file = self._file_plan is not None and (state is None or "plan_file" in changed)
         source = self._source(state, new_settings, has_new_file)
 
         def make() -> PrecisionPlan:
-            # `check_settings` raises if no plan reaches the highest target of the run.
+            # Rank 0. Whatever the source: a target that no plan reaches ends the job now, and not
+            # at its first refresh.
             highest = max(point.target for point in self.targets.points)
             settings = self.plan_settings(seed)
             problem = self.available.problem_without_measurements(highest)
@@ -201,8 +204,9 @@ class RunPlans:
             check_plan_file(replaced, self.config, len(plan.linears))
         # A plan's file is named by its iteration. The number of another run's plan could be that of
         # a later plan of this run, so a plan that is new here gets a new number.
-        is_known = state is not None and plan.digest == state.plan.digest
-        number = state.plan.iteration if state is not None and is_known else num_done
+        number = num_done
+        if state is not None and plan.digest == state.plan.digest:
+            number = state.plan.iteration
         plan = plan.model_copy(update={"iteration": number})
         changes = tuple(describe(replaced, len(plan.linears)))
         return FirstPlan(plan, source, changes, new_settings)
@@ -219,15 +223,17 @@ class RunPlans:
             has_new_file: whether there is a plan file that the stopped run was not given.
         """
         config = self.config
-        if config.collect_only:
+        if config.collect_only:  # rule 1
             return PlanSource.JOB if self._file_plan is None else PlanSource.FILE
-        if has_new_file:
+        if has_new_file:  # rule 2
             return PlanSource.FILE
-        if not get_policy(config.policy).needs_statistics:
-            # If the target changes, the stopped run may have planned since its start.
+        if not get_policy(config.policy).needs_statistics:  # rule 3
+            # If the target changes, the stopped run may have planned since its start: its plan is
+            # then newer than what the policy gives for the first iteration.
             may_have_planned_since = state is not None and config.target_changes
             if not may_have_planned_since or new_settings:
                 return PlanSource.POLICY
+        # Rules 4 and 5.
         return PlanSource.JOB if state is None else PlanSource.CHECKPOINT
 
     def plan_settings(self, seed: int) -> PlanSettings:

@@ -35,11 +35,14 @@ def target_to_plan_for(
     """
     schedule = plans.schedule
     target = plans.targets_of(state).at(iteration + plans.config.lag)
+    # With a problem at the solver, its plan comes first; the target is compared again after it.
     if state.target is None or state.target == target or state.solve is not None:
         return None
+    # The same measurements would fail again: wait, unless the target moves on.
     failed = state.failed
     if failed is not None and failed.target == target and iteration < failed.again_at:
         return None
+    # A refresh that begins before the plan would be due makes a better one.
     if not schedule.may_plan_for_new_target(state.schedule, iteration):
         return None
     if not schedule.plans_without_statistics and not suffices():

@@ -81,11 +81,13 @@ class Schedule:
         """
         if not self.measures or iteration < self.config.start_step:
             return None
+        # The turn after the last iteration that ran: Megatron may have skipped the turn itself.
         by_turn = self._turn_after(done) if state.due_since is None else state.due_since
         if by_turn <= iteration:
             return by_turn
         if wanted_at is None or iteration < wanted_at:
             return None
+        # `wanted_at` stays in the guard's state; one refresh since then is enough.
         was_measured_since = state.refreshed is not None and state.refreshed >= wanted_at
         return None if was_measured_since else iteration
 
@@ -121,4 +123,5 @@ class Schedule:
         interval = self.config.interval
         if iteration < start:
             return start
-        return iteration + interval - (iteration - start) % interval
+        since_last_turn = (iteration - start) % interval
+        return iteration + interval - since_last_turn

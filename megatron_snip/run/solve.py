@@ -66,6 +66,7 @@ class Solver:
 
         A problem that was asked last is not solved again.
         """
+        # The current plan is a part of it: changes cost, and the solver starts from it.
         question = (pending, plan.digest)
         if self._process is None or question == self._question:
             return
@@ -89,14 +90,16 @@ class Solver:
         Raises:
             PlanningError: the same on every rank, if there is no plan.
         """
-        begin = time.perf_counter()
+        start = time.perf_counter()
+        # Does nothing if it was the last question. It is not where Megatron repeats the iteration
+        # of an older problem.
         self.begin(pending, plan)
         try:
             found = _from_rank_0(lambda: self._solved(pending.problem), self._control)
         except SnipError as error:
             why = f"no plan for the problem of iteration {pending.iteration}: {error}"
             raise PlanningError(why) from None
-        return found, time.perf_counter() - begin
+        return found, time.perf_counter() - start
 
     def close(self) -> None:
         """End the solver's process."""
@@ -122,6 +125,7 @@ class Solver:
         assert self._process is not None, "rank 0 has the solver"
         plan = self._process.result(self._settings.time_limit_s + SOLVER_GRACE_S)
         policy = get_policy(self._settings.policy, problem)
+        # `make_plan` has checked it, in the child. It is checked again where it enters the run.
         faults = find_violations(plan, problem, self._settings, policy.heeds_target)
         if faults:
             self._process.replace()

@@ -1,6 +1,7 @@
 """The state that a run starts with: new, or that of a stopped run; functions without effects."""
 
 from dataclasses import replace
+from typing import NamedTuple
 
 from megatron_snip.options import BF16
 from megatron_snip.planning.plan import PrecisionPlan, changed_linears
@@ -37,6 +38,7 @@ def first_state(
     history = stopped.history
     if stopped.plan.digest != plan.digest:
         history = (*history, (num_done + 1, plan.digest))
+    # As for a new run: None makes no plan before something was measured.
     target = None
     if schedule.plans_without_statistics or stopped.observations is not None:
         # A plan that the policy made at this start has a target of its own.
@@ -49,7 +51,7 @@ def first_state(
         run_id=run_id,
         history=history,
         target=target,
-        solve=None,
+        solve=None,  # the controller asks again: the stopped run's problem must fit this run first
         guard=_guard(stopped, plan, plans) if is_guarded else None,
         alerts=tuple(sorted(stopped.alerts)),
         settings={},
@@ -72,19 +74,26 @@ def _guard(stopped: RunState, plan: PrecisionPlan, plans: RunPlans) -> GuardStat
     return guard.after_plan_change(fallback, plans.config.guard_sigmas)
 
 
-def first_change(
-    state: RunState, stopped: RunState | None, plans: RunPlans
-) -> tuple[int, bool] | None:
+class FirstChange(NamedTuple):
+    """What the first plan of a run changes.
+
+    Attributes:
+        num_changed: linears that run another option than before: in the stopped run, or for a new
+            run in the job itself.
+        is_resumed: whether the stopped run had the same plan.
+    """
+
+    num_changed: int
+    is_resumed: bool
+
+
+def first_change(state: RunState, stopped: RunState | None, plans: RunPlans) -> FirstChange | None:
     """Return what the first plan changes, if a reader needs to know the plan; else None.
 
     Args:
         state: what `first_state` returned.
         stopped: the state of the stopped run; None for a new run.
         plans: what the job itself runs, and whether other plans may follow.
-
-    Returns:
-        (number of linears that run another option than before, whether the stopped run had the same
-        plan). A new run's changes are counted from what the job itself runs.
     """
     job = plans.available.job.options
     before = job if stopped is None else stopped.plan.linears
@@ -97,7 +106,9 @@ def first_change(
     starts_in_bf16 = set(state.plan.linears.values()) == {BF16}
     changes_nothing_yet = not num_changed and plans.schedule.changes_plans
     needs_no_report = changes_nothing_yet and (stopped is not None or starts_in_bf16)
-    return None if needs_no_report and not state.history else (num_changed, is_resumed)
+    if needs_no_report and not state.history:
+        return None
+    return FirstChange(num_changed, is_resumed)
 
 
 def differences(

@@ -117,6 +117,7 @@ class RunState:
         that followed that iteration.
         """
         begins_later = self.heal_from is not None and self.heal_from > iteration
+        # The plan and the measurements stay: they are the best that is known of these weights.
         return replace(
             self,
             iteration=iteration,
@@ -162,8 +163,7 @@ class RunState:
                 "resume with the megatron-snip that wrote it, or start a new run from its weights "
                 "(Megatron's --finetune) and its last plan (--snip-plan-file)"
             )
-        value = {key: part for key, part in value.items() if key != "delayed_scaling"}
-        value |= {"guard": _guard(value.get("guard"), source)}
+        value = {**value, "guard": _guard(value.get("guard"), source)}
         try:
             state = checked(cls, value, f"{source} is damaged")
             state.check_order(f"{source} is damaged")
@@ -264,7 +264,7 @@ def changed_plan_settings(
     }
     for name in digests:
         key = _DIGEST_OF + name
-        if key in former:  # both runs had such a file
+        if key in former:  # both runs had such a file: what it holds decides, and not its path
             changed.discard(name)
             if former[key] != new[key]:
                 changed.add(name)
@@ -320,6 +320,7 @@ def resumed_state(loaded: Any, iteration: int) -> tuple[RunState | None, str | N
 def _guard(value: Any, source: str) -> GuardState | None:
     try:
         return None if value is None else checked(GuardState, value, "the guard starts anew")
+    # Not worth a run that cannot be resumed: the guard learns the losses again.
     except UsageError as error:
         warn_once_per_job(logger, f"snip: {source}: {shown(error)}")
         return None

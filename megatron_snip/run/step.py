@@ -45,9 +45,7 @@ def run_once(function: ForwardBackward, **kwargs: Any) -> Results:
 class ReplayableIterator(Iterator[Any]):
     """An iterator over `source` that can be rewound to where it started.
 
-    Each pass gets its own copy of a microbatch, with the same tensors in it. Megatron's scripts
-    replace these tensors by copies on the device. They do so in the pass's own microbatch, so the
-    device's copies are freed when the pass ends. Nothing is read ahead.
+    Each pass gets its own copy of a microbatch, with the same tensors in it. Nothing is read ahead.
     """
 
     def __init__(self, source: Iterator[Any]) -> None:
@@ -61,6 +59,8 @@ class ReplayableIterator(Iterator[Any]):
             self._taken.append(next(self._source))
         item = self._taken[self._next]
         self._next += 1
+        # Megatron's scripts replace the tensors in a microbatch by copies on the device. In a copy,
+        # so that the device's tensors are freed when the pass ends, and not kept in `_taken`.
         return _copied_around_tensors(item)
 
     def rewind(self) -> None:
@@ -69,12 +69,9 @@ class ReplayableIterator(Iterator[Any]):
 
 
 def _copied_around_tensors(microbatch: Any) -> Any:
-    """Return a copy of a microbatch and of the objects in it, with the same tensors.
-
-    The objects are copied too, because Megatron-Bridge's steps replace the images in a microbatch's
-    `visual_inputs` by copies on the device.
-    """
+    """Return a copy of a microbatch and of the objects in it, with the same tensors."""
     copied = copy.copy(microbatch)
+    # Objects too: Megatron-Bridge's steps replace the images in a microbatch's `visual_inputs`.
     if isinstance(copied, dict):
         for key, value in copied.items():
             if hasattr(value, "__dict__") and not isinstance(value, torch.Tensor):
@@ -123,8 +120,10 @@ class TrainingStep:
         for iterator in self._data:
             if iterator is not None:
                 iterator.rewind()
-        several = isinstance(self.kwargs["data_iterator"], list)
-        data = list(self._data) if several else self._data[0]
+        # A list under interleaved pipelines, with one for each model chunk; Megatron checks the
+        # type.
+        is_list = isinstance(self.kwargs["data_iterator"], list)
+        data = list(self._data) if is_list else self._data[0]
         return self.function(**{**self.kwargs, "data_iterator": data})
 
     def loss_scale(self) -> float:
@@ -137,19 +136,17 @@ class TrainingStep:
     def grad_scale(self, topology: Topology, loss_scale: float) -> float:
         """Return the factor that turns a gradient of the backward into one of the batch-mean loss.
 
-        It is 1 / (DP * CP * loss scale): Megatron itself divides by the number of microbatches.
-        With `calculate_per_token_loss` Megatron divides after the backward, by the tokens of the
-        batch. Then it is 1 / (tokens of the batch * loss scale), with the tokens counted as if none
-        were masked.
-
         Args:
             topology: this rank's place.
             loss_scale: what `loss_scale` returned; it waits for the device, so ask once.
         """
         config = get_model_config(self.chunks[0])
-        # The data axis has DP * CP ranks. CP ranks share the tokens of a sample.
+        # The data axis has DP * CP ranks. By the microbatches Megatron's schedules divide the loss.
         scale = topology.data.size * loss_scale
         if config.calculate_per_token_loss:
+            # Megatron divides after the backward, by the tokens of the batch. Here they are counted
+            # as if none were masked, so that ranks need not ask each other. CP ranks share the
+            # tokens of a sample.
             samples = self.kwargs["micro_batch_size"] * self.kwargs["num_microbatches"]
             tokens = self.kwargs["seq_length"] * samples
             scale *= tokens / parallel_state.get_context_parallel_world_size()
@@ -168,16 +165,14 @@ def zero_gradients(chunks: Sequence[torch.nn.Module], optimizer: Any) -> None:
 def prepare_next_pass(chunks: Sequence[torch.nn.Module], optimizer: Any) -> None:
     """Make ready for another forward-backward of a step, as `train_step` does before each.
 
-    With `--reuse-grad-buf-for-mxfp8-param-ag` and `--overlap-param-gather` a forward gathers the
-    weights out of the gradient buffers. Zeroing erased them there, so the optimizer copies them to
-    the buffers again. Where the forward gathers nothing, the buffers must stay zero: a copy would
-    count as gradients.
-
     Args:
         chunks: the model's.
         optimizer: Megatron's.
     """
     zero_gradients(chunks, optimizer)
+    # With `--reuse-grad-buf-for-mxfp8-param-ag` and `--overlap-param-gather` a forward gathers the
+    # weights out of the gradient buffers, where zeroing erased them. Where the forward gathers
+    # nothing, the buffers must stay zero: a copy would count as gradients.
     if any(map(gathers_in_forward, chunks)):
         stage_weights(optimizer)
 
@@ -191,11 +186,8 @@ class StepLoss:
         loss = sum over microbatches and these ranks of (sum of token losses)
                / sum over the same of (number of tokens)
 
-    The last rank broadcasts the sums. In every layout of Megatron that rank is on the last stage.
-    So all ranks hold the same bits and decide alike.
-
-    Megatron's older form of a report, a mean without a number of tokens, counts as one token. A
-    report that a rank cannot read is logged there, and the step has no loss on any rank.
+    All ranks hold the same bits, and so decide alike. A report that a rank cannot read is logged
+    there, and the step has no loss on any rank.
 
     The constructor does not wait for the device; `read` does.
     """
@@ -208,7 +200,7 @@ class StepLoss:
             topology: this rank's place.
         """
         self._topology = topology
-        self._has_total = False  # whether `_sums` are the last rank's
+        self._has_total = False  # whether `_sums` are the last rank's, and no longer this rank's
         self._sums = torch.zeros(3, dtype=torch.float64)
         self._copy_done: torch.cuda.Event | None = None
         own = _step_sums(results)
@@ -227,6 +219,7 @@ class StepLoss:
         """
         if not self._has_total:
             self._wait()
+            # In every layout of Megatron the last rank is on the last stage, so it has a loss.
             self._topology.control.broadcast_(self._sums, self._topology.world_size - 1)
             self._has_total = True
         return self._loss()
@@ -245,11 +238,9 @@ class StepLoss:
         return math.nan if loss is not None and found[-1] else loss
 
     def part(self) -> torch.Tensor:
-        """Return what this rank adds to a sum over all ranks that `take` gets, FP64 [3].
-
-        Only the last rank adds numbers that are not 0, so the sum has its bits.
-        """
+        """Return what this rank adds to a sum over all ranks that `take` gets, FP64 [3]."""
         self._wait()
+        # Only the last rank adds numbers that are not 0, so the sum has its bits, as in `read`.
         is_last = self._topology.rank == self._topology.world_size - 1
         return self._sums.clone() if is_last else torch.zeros_like(self._sums)
 
@@ -277,6 +268,7 @@ def gradients_are_finite(chunks: Sequence[torch.nn.Module]) -> bool:
     """Return whether every gradient of this rank is finite."""
     found = (local(gradient_of(weight)) for chunk in chunks for weight in chunk.parameters())
     grads = [grad for grad in found if grad is not None and grad.numel() > 0]
+    # The largest magnitude is NaN or infinite if one element is; it makes no mask of the gradient.
     norms = [torch.linalg.vector_norm(grad, ord=math.inf).float() for grad in grads]
     return not norms or bool(torch.isfinite(torch.stack(norms)).all())
 
@@ -322,6 +314,7 @@ def _loss_and_tokens(reported: Any) -> torch.Tensor:
         raise ValueError(
             f"a microbatch reports {flat.numel()} numbers, not a loss or loss and tokens"
         )
+    # Megatron's older form, a mean without a number of tokens, counts as one token.
     return flat if flat.numel() == 2 else torch.stack([flat[0], torch.ones_like(flat[0])])
 
 
@@ -332,11 +325,8 @@ def on_device(tensor: torch.Tensor) -> torch.Tensor:
 
 @contextmanager
 def tolerating_non_finite() -> Iterator[None]:
-    """Inside the block Megatron's rerun state machine does not see NaN and infinite results.
-
-    The machine would end the job, but the caller can recover. Finite results are validated as
-    usual.
-    """
+    """Inside the block Megatron's rerun state machine does not see NaN and infinite results."""
+    # The machine would end the job, but the caller can recover.
     validate = RerunStateMachine.validate_result  # patches/install.py checks that it is there
 
     def validate_finite(self: Any, result: Any, *args: Any, **kwargs: Any) -> None:
