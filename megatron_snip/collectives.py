@@ -100,16 +100,15 @@ class Control:
         """All ranks: return a control plane over all ranks of the job.
 
         It is a gloo group with the timeout of the default group, which Megatron sets by
-        `--distributed-timeout-minutes`.
-
-        Its ranks connect when they first exchange something, and then to the few ranks next to them
-        in the trees. torch 2.8 and later do so if TORCH_GLOO_LAZY_INIT is set when the group is
-        made. torch before 2.8 does not know it, and connects every rank to every other one: the
-        same results, but N^2 connections, which take minutes from 4,000 ranks on.
+        `--distributed-timeout-minutes`. Its ranks connect when they first exchange something (with
+        torch 2.8 and later).
         """
         if not dist.is_initialized() or dist.get_world_size() == 1:
             return cls()
         default = dist.distributed_c10d._get_default_group()
+        # With this a rank connects only to the few ranks next to it in the trees. torch before 2.8
+        # does not know it, and connects every rank to every other one: N^2 connections, which take
+        # minutes from 4,000 ranks on.
         before = os.environ.get(_LAZY)
         os.environ[_LAZY] = "1"
         try:
@@ -135,9 +134,12 @@ class Control:
         if maxima is None:
             total = tensor.contiguous()
             self._tree.reduce(total, total.numel())
+            # `contiguous` has made a copy where the tensor was not.
             return tensor.copy_(total) if total is not tensor else tensor
         both = torch.cat([tensor.reshape(-1).double(), maxima.reshape(-1).double()])
         self._tree.reduce(both, tensor.numel())
+        # One tensor, one exchange: the tree adds up to `numel` numbers and takes maxima of the
+        # rest.
         sums, largest = torch.split(both, [tensor.numel(), maxima.numel()])
         maxima.copy_(largest.view_as(maxima))
         return tensor.copy_(sums.view_as(tensor))
@@ -259,6 +261,8 @@ class Control:
             if "failure" in value:
                 failures[value["failure"]] = runs
             refused |= dict.fromkeys(value.get("refusals", ()))
+        # All ranks have the same records, so all raise the same. A failure comes first: what that
+        # rank would have refused is not known.
         if failures:
             raise RemoteFailure(what, failures) from cause
         if refused:

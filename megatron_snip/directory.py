@@ -55,7 +55,7 @@ def run_with(path: Path) -> Path | None:
 
     The file need not exist. A report, which is made from a run, is not a file of it.
     """
-    path = path.parent.resolve() / path.name
+    path = path.parent.resolve() / path.name  # not the file itself: it need not exist
     for directory in path.parents[:2]:
         name = path.relative_to(directory).as_posix()
         if re.fullmatch(_RECORD, name) and (directory / MARKER).is_file():
@@ -177,11 +177,12 @@ def clear_run(directory: Path, files: Iterable[Path], archive: bool) -> Path | N
             path.rename(moved)
         else:
             path.unlink(missing_ok=True)
-        if path.parent != directory:
+        if path.parent != directory:  # a folder of the run's, such as plans/
             with contextlib.suppress(OSError):  # it holds other files
                 path.parent.rmdir()
     if not target.exists():
         return None
+    # What was moved stays a run's directory, of which a report can be made.
     shutil.copy(directory / MARKER, target)
     return target
 

@@ -79,7 +79,7 @@ class Holder(BaseModel):
         except ProcessLookupError:
             return True
         except (PermissionError, OverflowError):
-            return False
+            pass  # another user's process; a number from a damaged file
         return False
 
 
@@ -141,13 +141,14 @@ def take_lease(directory: Path, continues: bool = False) -> Lease:
     directory.mkdir(parents=True, exist_ok=True)
     path = directory / LOCK
     own = _this_process()
+    # Written and locked under another name first: at its place a lease is never empty or unlocked.
     temporary = path.with_name(f"{LOCK}.{own.token[:8]}")
     with contextlib.ExitStack() as cleanup:
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
         descriptor = os.open(temporary, flags, 0o666)
         cleanup.callback(temporary.unlink, missing_ok=True)
         _held.add(descriptor)
-        undo = contextlib.ExitStack()
+        undo = contextlib.ExitStack()  # unless the lease is ours in the end
         undo.callback(_close, descriptor)
         with undo:
             _lock(descriptor, path)
@@ -158,6 +159,7 @@ def take_lease(directory: Path, continues: bool = False) -> Lease:
                 raise OSError(error.errno, error.strerror, str(path)) from None
             # The server's clock, with which the age of a lease is compared.
             now = os.fstat(descriptor).st_mtime
+            # At each turn another job has taken or given back the lease in between.
             while not _publish(temporary, path, own, now, continues):
                 pass
             lease = Lease(path, descriptor, own)
@@ -192,11 +194,14 @@ def _publish(temporary: Path, path: Path, own: Holder, now: float, continues: bo
             # Of several jobs that find an ended one, one gets this lock and the others end here.
             knows = _lock(former, path)
         except BlockingIOError:
-            if not is_newer:
+            if not is_newer:  # a newer attempt need not wait for the end of the older one
                 raise _in_use(path, _name(holder)) from None
             knows = False
+        # Between opening and locking another job may have put its lease there.
         if not _is_at(path, former):
             return False
+        # The lock of a holder of this host could be taken: the kernel has released it at its end.
+        # Of another host's holder that is no sign, because not every file system shares locks.
         has_ended = holder is not None and (
             holder.has_ended() or (knows and holder.host == _host())
         )

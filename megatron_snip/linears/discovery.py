@@ -185,6 +185,7 @@ def _layer_modules(
 def _outermost_layers(chunk: torch.nn.Module, index: int = 0) -> Iterator[_Layer]:
     """Yield the layers of a model chunk that are in no other layer; `index` is the chunk's."""
     inside: str | None = None
+    # `named_modules` yields a layer before what is in it, and nothing else in between.
     for path, module in chunk.named_modules():
         match = _LAYER.match(path)
         number = getattr(module, "layer_number", None)
@@ -254,8 +255,9 @@ def _placements(
     """
     config = module.config
     weights = weights_of(module)
+    # The global index of the expert of each weight; None for a linear that is not an expert's.
     experts: list[int | None] = [None]
-    expert_match = _EXPERT.search(f".{name}.")
+    expert_match = _EXPERT.search(f".{name}.")  # the pattern has a dot at both ends
     if expert_match is not None:  # a module of its own; its name is that of all experts
         experts = [first_local_expert(config) + int(expert_match["expert"])]
         name = _EXPERT.sub(".", f".{name}.").strip(".")
@@ -311,6 +313,7 @@ def own_linears(placements: Sequence[Placement]) -> list[list[Any]]:
 
     Experts of a layer share a record.
     """
+    # Reversed, so that the first of the experts that share an info has the last word on its order.
     order_of = {place.info: order for order, place in reversed(list(enumerate(placements)))}
     return [[order, vars(info)] for info, order in order_of.items()]
 
@@ -356,6 +359,7 @@ def stage_layers(
         num_stages: number of pipeline stages.
         num_chunks: number of model chunks of each stage.
     """
+    # By stage, then by model chunk: {layer: its number in the chunk}.
     found: list[list[dict[str, int]]] = [[{} for _ in range(num_chunks)] for _ in range(num_stages)]
     for linear in linears:
         layer, _, _ = outer_layer(linear.name)

@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from megatron.core.utils import get_model_config
@@ -38,6 +38,14 @@ from megatron_snip.statistics.sharded import local
 from megatron_snip.topology import Placement, Topology
 
 
+class _Resolved(NamedTuple):
+    """What runs a linear under an option; several values are joined by ` / `."""
+
+    recipe: str
+    backend: str
+    weight_storage: str
+
+
 class PlannedModel:
     """Megatron's model chunks with every linear of their layers under SNIP.
 
@@ -68,14 +76,15 @@ class PlannedModel:
         self.runtime = Runtime(topology, seed, tokens)
         self.changes: Counter[str] = Counter()
         self._options: Mapping[str, Option] = {}
-        # (recipe, backend, weight storage) by linear and option; the same on all ranks.
-        self._resolved: dict[tuple[str, str], tuple[str, str, str]] = {}
+        self._resolved: dict[tuple[str, str], _Resolved] = {}  # by linear and option
         self.linears: list[PlannedLinear] = []
         self._overrides: list[FreshWeights | GatheredWeights | FusedMLP] = []
         self._refusals: dict[Option, dict[str, str]] = {}
         machine = Machine()
         has_te = False
 
+        # Within the gather, so that a rank whose model cannot be read ends all ranks with its
+        # error.
         def own_facts() -> dict[str, Any]:
             nonlocal machine, has_te
             found = find_linears(self.chunks, topology)
@@ -168,7 +177,7 @@ class PlannedModel:
                 found.setdefault((name, option), []).append(values)
         for key, rows in found.items():
             recipes, backends, storages = zip(*rows, strict=True)
-            self._resolved[key] = (_joined(recipes), _joined(backends), _joined(storages))
+            self._resolved[key] = _Resolved(_joined(recipes), _joined(backends), _joined(storages))
 
     def gather_weights(self, optimizer: Any) -> None:
         """All ranks, before a forward: gather the weights if the plan needs exact copies.
@@ -229,7 +238,7 @@ class PlannedModel:
     def running_as_job(self) -> Iterator[None]:
         """All ranks, while no forward-backward runs: run what the job itself runs in the block."""
         job = self.job.options
-        if set(job.values()) == {BF16}:
+        if set(job.values()) == {BF16}:  # without `apply`, which drops quantizers and weights
             with self.runtime.running_in_bf16():
                 yield
             return

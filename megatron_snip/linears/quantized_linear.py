@@ -12,9 +12,7 @@ The autograd function has those features of Megatron's own autograd function tha
 the all-gather of the input over the tensor-parallel group under sequence parallelism (in the
 forward, and overlapped with dgrad in the backward), the reduce-scatter or all-reduce of the input
 gradient overlapped with wgrad, accumulation into `main_grad` with `grad_added_to_main_grad`, bias,
-and frozen weights. The forward saves this rank's X for the backward. Where the copy of X for wgrad
-(dequantized, BF16 or FP32) takes no more memory than X, the forward quantizes X for both GEMMs, and
-saves that copy instead.
+and frozen weights. The forward saves this rank's X for the backward, or X quantized for wgrad.
 
 Shapes: M tokens, K in_features, N out_features.
 """
@@ -22,7 +20,7 @@ Shapes: M tokens, K in_features, N out_features.
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -116,8 +114,10 @@ class _QuantizedLinear(torch.autograd.Function):
         ctx.call = call
         ctx.use_bias = bias is not None
         ctx.main_grad = getattr(weight, "main_grad", None) if call.fuse_wgrad else None
-        x, saved, ctx.saves_quantized = _prepare_input(input, weight, call, needs_wgrad)
-        ctx.save_for_backward(weight, saved)
+        prepared = _prepare_input(input, weight, call, needs_wgrad)
+        ctx.saves_quantized = prepared.saves_quantized
+        ctx.save_for_backward(weight, prepared.saved)
+        x = prepared.multiplied
         rows = x.reshape(-1, x.shape[-1])
         y = fprop_or_dgrad_gemm(
             rows,
@@ -168,8 +168,9 @@ class _QuantizedLinear(torch.autograd.Function):
             wgrad = partial(_wgrad, call=call, weight=weight, main_grad=ctx.main_grad)
             if call.defer_wgrad is None:
                 dw = wgrad(g_col, x.flatten(0, -2))
-            else:  # what was gathered is in a buffer that the next linear overwrites
-                x = x.clone() if call.sequence_parallel else x
+            else:
+                if call.sequence_parallel:  # it is in a buffer that the next linear overwrites
+                    x = x.clone()
                 call.defer_wgrad(g_col, x.flatten(0, -2), wgrad)
             if call.fuse_wgrad:
                 # Also if wgrad is deferred: `defer_wgrad` adds it to main_grad later, so DDP's hook
@@ -181,14 +182,21 @@ class _QuantizedLinear(torch.autograd.Function):
         return dx, dw, db, None, None
 
 
-def _prepare_input(
-    input: Tensor, weight: Tensor, call: LinearCall, needs_wgrad: bool
-) -> tuple[Tensor, Tensor | None, bool]:
-    """Return X as fprop multiplies it, what wgrad needs of X, and whether that is quantized.
+class _Input(NamedTuple):
+    """X in a forward.
 
-    X is quantized for both GEMMs before it is gathered. Exceptions: X itself must be saved,
-    its quantized form is larger, or the tiles of a shard differ from those of the gathered X.
+    Attributes:
+        multiplied: X as fprop multiplies it, gathered.
+        saved: what the backward needs of X, not gathered; None if it needs nothing.
+        saves_quantized: whether `saved` is quantized for wgrad.
     """
+
+    multiplied: Tensor
+    saved: Tensor | None
+    saves_quantized: bool
+
+
+def _prepare_input(input: Tensor, weight: Tensor, call: LinearCall, needs_wgrad: bool) -> _Input:
     option = call.option
     num_shards = 1
     if call.sequence_parallel:
@@ -196,13 +204,15 @@ def _prepare_input(
         num_shards = call.tp_group.size()
     # The GEMM multiplies the gathered X, which has num_shards times the tokens.
     dtype = operand_dtype(input, weight.shape[0] * num_shards)
+    # Megatron's own linear saves X: this one must not take more memory.
     may_save_quantized = dtype.itemsize <= input.dtype.itemsize and not call.saves_input
     num_rows = input.shape[:-1].numel()
     gather_changes_tiles = num_shards > 1 and not can_quantize_before_gather(option, num_rows)
     if gather_changes_tiles or not may_save_quantized:
-        x = _start_gather(input, call)[0] if call.sequence_parallel else input
+        x, _ = _start_gather(input, call) if call.sequence_parallel else (input, None)
         x = quantize_dequantize_operand(x, option.fprop, Operand.INPUT, Gemm.FPROP, dtype=dtype)
-        return x, input if needs_wgrad else None, False
+        return _Input(x, input if needs_wgrad else None, saves_quantized=False)
+    # Before the gather, each rank quantizes its own tokens only, once for both GEMMs.
     for_wgrad = None
     if needs_wgrad:
         x, for_wgrad = quantize_dequantize_pair(
@@ -212,7 +222,7 @@ def _prepare_input(
         x = quantize_dequantize_operand(input, option.fprop, Operand.INPUT, Gemm.FPROP, dtype=dtype)
     if call.sequence_parallel:
         x, _ = _start_gather(x, call)
-    return x, for_wgrad, True
+    return _Input(x, for_wgrad, saves_quantized=True)
 
 
 def _start_gather(input: Tensor, call: LinearCall, async_op: bool = False) -> tuple[Tensor, Any]:
@@ -256,14 +266,12 @@ def _wgrad(
 
 
 def _flag_as_added(weight: Tensor) -> Tensor | None:
-    """Flag dW as added to main_grad; return what autograd must get instead.
-
-    DDP's hook skips a gradient that is flagged as added. Autograd still needs a tensor there, so
-    that the hook runs in the main backward thread.
-    """
+    """Flag dW as added to main_grad; return what autograd must get instead."""
     if not hasattr(weight, "grad_added_to_main_grad"):
         return None
-    weight.grad_added_to_main_grad = True
+    weight.grad_added_to_main_grad = True  # DDP's hook skips a gradient that is flagged
+    # Autograd still needs a tensor, so that the hook runs in the main backward thread. Megatron's
+    # own autograd function does the same.
     make = torch.zeros if getattr(weight, "zero_out_wgrad", False) else torch.empty
     return make(weight.shape, dtype=weight.dtype, device=weight.device)
 
@@ -278,6 +286,7 @@ def can_quantize_before_gather(option: Option, num_rows: int) -> bool:
     for name, gemm in ((option.fprop, Gemm.FPROP), (option.wgrad, Gemm.WGRAD)):
         fmt = get_format(name)
         tile_rows, _ = operand_block(fmt, Operand.INPUT, gemm)
+        # One scale for the tensor is that of all shards; a tile must not cross two of them.
         if fmt.quantized and (fmt.needs_amax_or_scale or num_rows % tile_rows):
             return False
     return True

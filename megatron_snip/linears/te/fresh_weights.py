@@ -17,12 +17,7 @@ class FreshWeights:
     Megatron's schedules call `set_is_first_microbatch` on each chunk, in training and evaluation.
     But Megatron passes it on only where the run quantizes by default (from 0.19 also with
     `--te-precision-config-file`). In a BF16 run that SNIP plans, weights would be quantized once
-    and never again (NVIDIA/Megatron-LM#5641).
-
-    So the method is overridden on the chunk, and drops the quantized weights. Setting the modules'
-    `is_first_microbatch` would also quantize again. But with it a fused weight gradient overwrites
-    `main_grad` instead of adding to it, which is wrong for a module that runs twice in a
-    microbatch.
+    and never again (NVIDIA/Megatron-LM#5641). So the method is overridden on the chunk.
     """
 
     def __init__(self, chunk: Any, linears: Collection[PlannedTELinear]) -> None:
@@ -54,6 +49,9 @@ class FreshWeights:
             del self._chunk.__dict__[_FIRST_MICROBATCH]
 
     def _begin_step(self) -> None:
+        # The quantized weights are dropped. Setting the modules' `is_first_microbatch` would also
+        # quantize again. But with it a fused weight gradient overwrites `main_grad` instead of
+        # adding to it, which is wrong for a module that runs twice in a microbatch.
         for linear in self._linears:
             linear.begin_step()
         self._original()

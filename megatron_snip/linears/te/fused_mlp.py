@@ -31,8 +31,6 @@ from megatron_snip.linears.te.simulated import SimulatedTELinear
 
 _EXPERTS_SWITCH = "_with_fused_impl"
 _TENSORS_SWITCH = "_use_grouped_tensor"
-_BUILT = {"experts": "_fused_ops", "dense": "_fused_impl"}
-"""Attributes that hold the sequence of operations, which Megatron builds when it is None."""
 
 
 class FusedMLP:
@@ -52,6 +50,8 @@ class FusedMLP:
         self._linears = tuple(linears)
         self._runtime = runtime
         self._is_dense = not hasattr(module, _EXPERTS_SWITCH)
+        # The attribute that holds the sequence of operations; Megatron builds it when it is None.
+        self._operations = "_fused_impl" if self._is_dense else "_fused_ops"
         self._has_grouped_tensors = bool(getattr(module, _TENSORS_SWITCH, False))
         self._original = module.forward
         self._fused_recipe = self._recipe
@@ -72,6 +72,7 @@ class FusedMLP:
 
     def _is_fused(self) -> bool:
         runtime = self._runtime
+        # An observer taps the linears, which the fused operations do not call.
         if runtime.observer is not None or any(map(runtime.runs_in_bf16, self.names)):
             return False
         if all(linear.runs_as_job for linear in self._linears):
@@ -84,12 +85,12 @@ class FusedMLP:
         is_fused = self._is_fused()
         self._set_fused(is_fused)
         if not is_fused:
-            if self._is_dense:
+            if self._is_dense:  # TEFusedMLP's own forward has no switch: skip it
                 return MLP.forward(self.module, *args, **kwargs)
             return self._original(*args, **kwargs)
         if self._recipe != self._fused_recipe:
             # Operations reuse quantizers by the recipe's class, as modules do.
-            setattr(self.module, _BUILT["dense" if self._is_dense else "experts"], None)
+            setattr(self.module, self._operations, None)
             self._fused_recipe = self._recipe
         with self._autocast():
             return self._original(*args, **kwargs)

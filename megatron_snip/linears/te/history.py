@@ -1,10 +1,7 @@
 """Delayed scaling's state in a Transformer Engine linear.
 
-The scales of X, W and G come from the largest magnitudes of earlier microbatches. Transformer
-Engine keeps both per module, and updates them for all modules at once: its global buffers hold the
-tensors of the first state that a module had. When a plan gives the linear another recipe, the
-module builds a new state, and later another one, which no update would reach. So the first state is
-kept, and put back before the linear runs delayed scaling again.
+The scales of X, W and G come from the largest magnitudes of earlier microbatches. The state is kept
+while a plan gives the linear another recipe, and put back when it runs delayed scaling again.
 """
 
 from typing import Any
@@ -26,6 +23,9 @@ def keep_history(module: Any) -> bool:
     Returns:
         Whether the module now holds such a state.
     """
+    # Transformer Engine updates all modules at once: its global buffers hold the tensors of the
+    # first state that a module had. After another recipe the module would build a new state, which
+    # no update would reach.
     if _is_delayed(module):
         module.__dict__[_KEPT] = {
             key: (module.fp8_meta[key], module.quantizers[key]) for key in _KEYS
@@ -60,8 +60,9 @@ def delayed_scales(module: Any, index: int = 0) -> Tensor | None:
         return None
     forward = module.fp8_meta["scaling_fwd"].scale
     backward = module.fp8_meta["scaling_bwd"].scale
-    first = _FORWARD_TENSORS * index
-    return torch.cat([forward[first : first + 2], backward[_BACKWARD_TENSORS * index].view(1)])
+    of_input = _FORWARD_TENSORS * index  # the weight's follows
+    of_grad_output = _BACKWARD_TENSORS * index
+    return torch.cat([forward[of_input : of_input + 2], backward[of_grad_output].view(1)])
 
 
 def _is_delayed(module: Any) -> bool:

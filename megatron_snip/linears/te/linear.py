@@ -10,14 +10,8 @@ the autocast that its forward runs in. SNIP sets it from the plan, with hooks of
     after the forward     put a tap on the output, through which an observer sees X, W and G; put
                           the stored weight back
 
-Two properties of Transformer Engine need care:
-
-- It rebuilds quantizers when the recipe's class changes. Up to 2.20 it does not when only the
-  recipe's fields change. So changing the option drops quantizers and quantized weights, also if
-  the new option is BF16.
-- It reuses quantized weights until a microbatch is marked as the first of its step; see
-  fresh_weights.py. Up to 2.11 it also reuses an NVFP4 weight that lacks what the backward needs;
-  see `drop_nvfp4_without_columns`.
+Transformer Engine reuses quantized weights until a microbatch is marked as the first of its step:
+fresh_weights.py.
 """
 
 import sys
@@ -102,7 +96,8 @@ class RecipeTELinear:
             self.job_option = forward_only(self.job_option)
         self._params_before_snip = module.te_quant_params  # what `uninstall` restores
         self._bf16_params = quant_params(BF16_RECIPE)
-        # What the linear runs while the plan gives it the job's option.
+        # What the linear runs while the plan gives it the job's option. (A precision file does not
+        # count where operations are fused: Megatron does not call the linear, which would read it.)
         self._job_params = None if is_fused else self._params_before_snip
         if self._job_recipe == BF16_RECIPE:
             self._job_params = self._bf16_params
@@ -128,8 +123,8 @@ class RecipeTELinear:
             return
         self._option = option
         ran_as_job = self.runs_as_job
-        self.runs_as_job = self._is_the_jobs(option)
-        if ran_as_job and self.runs_as_job:
+        self.runs_as_job = self._is_what_the_job_runs(option)
+        if ran_as_job and self.runs_as_job:  # two names of one recipe, such as fp8 and mxfp8
             return
         if self.runs_as_job:
             self._planned_recipe = self._job_recipe
@@ -139,6 +134,8 @@ class RecipeTELinear:
             self.planned_params = quant_params(self._planned_recipe)
         if self.stored is not None:
             self.stored.keeps_copies = not self.runs_as_job
+        # Transformer Engine (up to 2.20) rebuilds quantizers if the recipe's class changes, but not
+        # if only its fields do. Dropped also for BF16: quantized weights would take memory.
         self._te_recipe_of_quantizers = None
         reset_quantizers(self.module)
 
@@ -170,7 +167,7 @@ class RecipeTELinear:
 
     def refusal(self, option: Option) -> str | None:
         """Return why this linear cannot run `option` here, or None if it can."""
-        if self._is_the_jobs(option):
+        if self._is_what_the_job_runs(option):  # whatever it is, it runs: shapes and gathers fit
             return None
         return linear_refusal(
             self.module,
@@ -189,7 +186,7 @@ class RecipeTELinear:
             option: one that `refusal` returns None for.
         """
         is_expert = self.placements[0].expert is not None  # Megatron pads an expert's tokens
-        if is_expert or self._is_the_jobs(option):
+        if is_expert or self._is_what_the_job_runs(option):
             return None
         of_run = self._runtime.tokens
         tokens = (of_run.evaluation or of_run).of_linear(self.name)
@@ -234,8 +231,8 @@ class RecipeTELinear:
         if self.stored is not None:
             self.stored.begin_step()
 
-    def _is_the_jobs(self, option: Option) -> bool:
-        """Return whether the job itself runs the linear in this option."""
+    def _is_what_the_job_runs(self, option: Option) -> bool:
+        # Its general name (fp8), or its exact one (mxfp8).
         if option == self.job_option:
             return True
         if te_refusal(option, self._machine) is not None:
@@ -243,13 +240,11 @@ class RecipeTELinear:
         return te_recipe(option, self._machine) == self._job_recipe
 
     def prepare_capture(self) -> None:
-        """Make the forward fit for a CUDA graph; call before it is captured.
-
-        A graph repeats what its forward did: quantize the weight, or reuse the quantized one. In a
-        run that quantizes by default a flag on the device decides; Megatron sets it before each
-        replay. In another run the weight is quantized in every microbatch: a graph that reuses it
-        would use the first quantized weight forever.
-        """
+        """Make the forward fit for a CUDA graph; call before it is captured."""
+        # A graph repeats what its forward did: quantize the weight, or reuse the quantized one. In
+        # a run that quantizes by default a flag on the device decides; Megatron sets it before each
+        # replay. In another run a graph that reuses it would use the first quantized weight
+        # forever.
         if not JobPrecision.of(self.module.config).kind:
             # With this, Megatron passes `is_first_microbatch=None`, and Transformer Engine then
             # keeps no quantized weight for the next microbatch.
@@ -291,13 +286,11 @@ def quant_params(recipe: TERecipe) -> Any:
 
 
 def drop_nvfp4_without_columns(module: Any) -> None:
-    """Drop a module's NVFP4 weights that were quantized in a forward without gradients.
-
-    Such a forward quantizes the weight's rows alone, and dgrad multiplies its columns. Where
-    Megatron recomputes activations, the recomputed forward finds that weight. Transformer Engine
-    then quantizes it again if it is MXFP8, and from 2.12 on if it is NVFP4; until then it raises an
-    error.
-    """
+    """Drop a module's NVFP4 weights that were quantized in a forward without gradients."""
+    # Such a forward quantizes the weight's rows alone, and dgrad multiplies its columns. Where
+    # Megatron recomputes activations, the recomputed forward finds that weight. Transformer Engine
+    # then quantizes it again if it is MXFP8, and from 2.12 on if it is NVFP4; until then it raises
+    # an error.
     kept: dict[str, Any] = module._fp8_workspaces
     for name, weight in list(kept.items()):
         if "NVFP4" in type(weight).__name__ and weight._columnwise_data is None:

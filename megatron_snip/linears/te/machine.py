@@ -152,6 +152,7 @@ def te_support(name: str, machine: Machine) -> tuple[str, str]:
     recipes = {key: recipe for key, recipe in RECIPES.items() if name in recipe.formats}
     if not recipes:
         return "", f"Transformer Engine has no recipe for {name}"
+    # The job's own recipe runs whatever `gpus` lists: the user has chosen it.
     is_own = machine.capability is not None and machine.job_recipe in recipes
     if is_own:
         found = machine.job_recipe
@@ -166,8 +167,9 @@ def te_support(name: str, machine: Machine) -> tuple[str, str]:
         return "", "Transformer Engine cannot be imported"
     if found in machine.te_unavailable:
         return "", machine.te_unavailable[found]
-    for conflict in _conflicts(found, machine):
-        return "", conflict
+    conflicts = _conflicts(found, machine)
+    if conflicts:
+        return "", conflicts[0]
     effects = "".join(f", {setting.effect} ({setting.variable})" for setting in _active(found))
     if machine.backward_override:
         effects += f", dgrad and wgrad in BF16 ({OVERRIDE})"

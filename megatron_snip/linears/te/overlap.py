@@ -50,10 +50,12 @@ def set_overlap(module: Any, flags: Sequence[str], recipe: TERecipe | None) -> N
 
 
 def _has_buffer(recipe: TERecipe) -> bool:
-    mode = None
     if recipe == BF16_RECIPE:
-        mode = "NONE"
+        mode = "NONE"  # Transformer Engine's `UserBufferQuantizationMode`
     elif recipe.is_uniform and RECIPES[recipe.fprop].has_overlap_buffer:
         mode = "FP8"
+    else:
+        return False
+    # Its keys are (name of the GEMM, mode).
     buffers = getattr(sys.modules.get(_BASE), "_ub_communicators", None) or ()
     return any(getattr(found, "name", None) == mode for _, found in buffers)

@@ -31,8 +31,12 @@ Quantizer = Any
 Role = Any
 """A Transformer Engine QuantizerRole, or None."""
 
-_DIRECTIONS = {"input": (0, 2), "weight": (0, 1), "grad_output": (1, 2)}
-"""Operand -> the GEMMs (of fprop, dgrad, wgrad) that take its rows and its columns."""
+_GEMMS = {
+    "input": ("fprop", "wgrad"),
+    "weight": ("fprop", "dgrad"),
+    "grad_output": ("dgrad", "wgrad"),
+}
+"""Operand -> the GEMM that takes its rows, and the one that takes its columns."""
 
 
 def __getattr__(name: str) -> Callable[[Role], Quantizer]:
@@ -50,10 +54,10 @@ def __getattr__(name: str) -> Callable[[Role], Quantizer]:
 @functools.cache
 def _factory(recipes: TERecipe) -> Callable[[Role], Quantizer]:
     def make(role: Role) -> Quantizer:
-        directions = _DIRECTIONS.get(getattr(role, "tensor_type", ""))
-        if directions is None:  # outputs and input gradients stay in high precision
+        gemms = _GEMMS.get(getattr(role, "tensor_type", ""))
+        if gemms is None:  # outputs and input gradients stay in high precision
             return _built_in("bf16", role)
-        row, column = (recipes[gemm] for gemm in directions)
+        row, column = (getattr(recipes, gemm) for gemm in gemms)
         if row == column:
             return _built_in(row, role)
         from transformer_engine.pytorch.tensor.hybrid_tensor import HybridQuantizer

@@ -117,7 +117,7 @@ class GemmRecipe:
         token_multiple: what an expert's tokens must be multiples of. Megatron pads to 128 for FP4,
             because the Hadamard transform and the scale layout work in complete groups.
         small_shapes: (N, K) pairs. Where both dimensions of a weight's shard are at most those of a
-            pair, the recipe may be slower than BF16 (`linears/small.py`).
+            pair, the recipe may be slower than BF16 (`availability.small_linears`).
         variables: the environment variables that change it.
     """
 

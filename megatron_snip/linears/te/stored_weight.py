@@ -83,6 +83,7 @@ class StoredWeights:
 
     def save_exact(self, weight: torch.nn.Parameter, value: Tensor) -> None:
         """Copy what Megatron has gathered for one of the weights, before it is quantized."""
+        # By identity: `==` of parameters compares elements.
         index = next(i for i, own in enumerate(self.weights) if own is weight)
         kept = self._exact.get(index)
         if kept is None:
@@ -113,9 +114,11 @@ class StoredWeights:
 
     def value(self, index: int) -> Tensor:
         """Return a weight in high precision, without gradients: its copy, or a new tensor."""
-        copies = self._exact, self._dequantized
-        found = next((each[index] for each in copies if index in each), None)
-        return high_precision(self.weights[index]) if found is None else found
+        if index in self._exact:
+            return self._exact[index]
+        if index in self._dequantized:
+            return self._dequantized[index]
+        return high_precision(self.weights[index])
 
     def copies(self) -> list[Tensor]:
         """Return the copies, through which gradients reach the parameters."""
