@@ -99,7 +99,7 @@ def test_bars_of_norms_are_as_high_as_letters(browser: Chromium, address: str) -
         """[...document.querySelectorAll(".equation mo")].filter(e => e.textContent === "\u2016")
           .map(e => Math.round(e.getBoundingClientRect().height))"""
     )
-    assert len(heights) == 12 and len(set(heights)) == 1
+    assert len(heights) == 44 and len(set(heights)) == 1
 
 
 @pytest.mark.parametrize("name", ["megatron", "flags", "architecture"])
