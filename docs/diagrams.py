@@ -159,7 +159,7 @@ def packages() -> Diagram:
     picture.box(20, 90, 860, 40, ["run: the life of a run, iteration by iteration"], GREEN)
     across = (
         ("linears", "precision of", "each GEMM", BLUE),
-        ("statistics", "errors, moments,", "health", BLUE),
+        ("statistics", "norms, errors,", "health", BLUE),
         ("divergence", "quality loss of", "each option", BLUE),
         ("planning", "constraints,", "CP-SAT, policies", ORANGE),
         ("reporting", "files, W&B,", "TensorBoard", PLAIN),
