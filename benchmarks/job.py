@@ -40,7 +40,7 @@ from tests.distributed.launch import free_port
 from tests.megatron.lab import CPU
 
 FIRST_MEASURED = 13
-"""The optimizer's moments are settled enough to be measured."""
+"""After the first iterations, which are slower."""
 
 TIME_LIMIT_S = 120
 """Of a case."""

@@ -24,10 +24,10 @@ from megatron_snip.linears.model import PlannedModel
 from megatron_snip.options import BF16, Option
 from megatron_snip.patches import cpu
 from megatron_snip.run.step import TrainingStep, zero_gradients
+from megatron_snip.statistics.gradients import gradient_norms
 from megatron_snip.statistics.observer import StepObserver
 from megatron_snip.statistics.records import StatisticsTable
 from megatron_snip.statistics.sample import MeasureSettings
-from megatron_snip.statistics.sensitivity import gather_sensitivities, weight_norms
 from megatron_snip.trainer.config import TrainConfig, make_train_config
 from megatron_snip.trainer.data import Batch, Datasets, build_datasets, iteration_batches
 from megatron_snip.trainer.loop import PlainTraining, train_step
@@ -164,14 +164,13 @@ class Lab:
         formats = self.model.measured_formats(snip.named_formats)
         settings = MeasureSettings(formats, self.step + 1, seed, names, all_tokens)
         weights, optimizer = self.model.weights(names), self.state.optimizer
-        sensitivities = gather_sensitivities(weights, optimizer, topology)
         observer = StepObserver(settings, topology)
         training = TrainingStep(get_forward_backward_func(), arguments)
         with runtime.training_pass(self.step + 1), runtime.observed_by(observer):
             reports = training.run()
         loss = float(np.mean([_mean(report) for report in reports]))
         loss_scale = training.loss_scale()
-        norms = partial(weight_norms, weights, optimizer, sensitivities, topology, loss_scale)
+        norms = partial(gradient_norms, weights, optimizer, topology, loss_scale)
         grad_scale = training.grad_scale(topology, loss_scale)
         return observer.table(self.model.job.linears, grad_scale, loss, norms)[0]
 

@@ -1,4 +1,4 @@
-"""How many operations a measured linear and an optimizer's state start on a GPU, and their bytes.
+"""How many operations a measured linear starts on a GPU, and their bytes.
 
 They are counted on the path of a run: the observer runs on tensors that have shapes and no numbers
 (PyTorch's meta device), which stand for a GPU's. So an operation that waits for a number fails. A
@@ -25,9 +25,7 @@ from megatron_snip.formats import get_format
 from megatron_snip.kernels import launch
 from megatron_snip.statistics import fused, observer, rank_sums, sample
 from megatron_snip.statistics.observer import StepObserver
-from megatron_snip.statistics.optimizer_state import Shard, optimizer_shards
 from megatron_snip.statistics.sample import MeasureSettings
-from megatron_snip.statistics.sensitivity import ShardSums
 from megatron_snip.topology import LinearKind, Placement, Topology
 
 GPU = torch.device("meta")
@@ -108,12 +106,10 @@ class _Recorder:
 def counting() -> Iterator[Launches]:
     """Within, tensors on the meta device are taken for a GPU's, and what is started is counted."""
     # Importing them imports Triton.
-    from megatron_snip.kernels import adam, observe, quantize
+    from megatron_snip.kernels import observe, quantize
 
     kernels = (
         (quantize, "quantize_kernel"),
-        (adam, "block_sums_kernel"),
-        (adam, "total_sums_kernel"),
         (observe, "observe_kernel"),
     )
     launches = Launches()
@@ -186,28 +182,12 @@ def of_linear(
     return launches
 
 
-def of_state(dtype: torch.dtype = torch.float32, shape: tuple[int, int] = (4096, 4096)) -> Launches:
-    """Return what reading AdamW's moments of one weight starts."""
-    with counting() as launches:
-        weight = torch.nn.Parameter(torch.empty(shape, device=GPU))
-        optimizer = torch.optim.AdamW([weight])
-        moments = {
-            n: torch.empty(shape, dtype=dtype, device=GPU) for n in ("exp_avg", "exp_avg_sq")
-        }
-        optimizer.state[weight] = {"step": 8, **moments}
-        shard: Shard = optimizer_shards(optimizer)[weight]
-        launches.names.clear()
-        launches.num_bytes = 0
-        ShardSums.of(weight, shard)
-    return launches
-
-
 LAYER = {"qkv": (4096, 12288), "proj": (4096, 4096), "fc1": (4096, 22016), "fc2": (11008, 4096)}
 """[in_features, out_features] of the linears of a layer of Llama-7B."""
 
 
 def table() -> list[dict[str, Any]]:
-    """Return launches and bytes of a layer of Llama-7B, and of its optimizer's state.
+    """Return launches and bytes of a layer of Llama-7B.
 
     Of 8,192 tokens, in fp8 and fp4; a linear by kernels, and as PyTorch measures it.
     """
@@ -218,9 +198,4 @@ def table() -> list[dict[str, Any]]:
         ]
         row = {"launches": sum(each.total for each in found)}
         rows.append({"name": f"a layer, by {by}", **row, "bytes": sum(f.num_bytes for f in found)})
-    states = [of_state(shape=(n, k)) for k, n in LAYER.values()]
-    row = {"launches": sum(each.total for each in states)}
-    rows.append(
-        {"name": "its AdamW moments", **row, "bytes": sum(each.num_bytes for each in states)}
-    )
     return rows

@@ -41,7 +41,6 @@ from benchmarks.machine import RESULTS, append_row, has_gpu
 from megatron_snip.config import SnipConfig
 from megatron_snip.reporting.run_directory import RunDirectory
 from megatron_snip.run.controller import SnipController
-from megatron_snip.run.observation import MIN_OPTIMIZER_STEPS
 from megatron_snip.trainer.loop import PlainTraining, train_step
 
 T = TypeVar("T")
@@ -54,6 +53,9 @@ SHAPES = {
     "large": {"num_layers": 8, "hidden_size": 2048, "ffn_hidden_size": 5632, "seq_length": 2048},
 }
 """A microbatch is four sequences."""
+
+WARM_UP_STEPS = 2
+"""Steps before the first one that is timed."""
 
 
 class Training:
@@ -219,10 +221,10 @@ def main(argv: list[str] | None = None) -> int:
         "micro_batch_size": 4,
         "global_batch_size": 4 * args.microbatches,
         "bf16": True,
-        "train_iters": MIN_OPTIMIZER_STEPS + 3 * (args.rounds + 2),
+        "train_iters": WARM_UP_STEPS + 3 * (args.rounds + 2),
     }
     with open_lab(values) as lab, tempfile.TemporaryDirectory() as folder:
-        lab.train(MIN_OPTIMIZER_STEPS)
+        lab.train(WARM_UP_STEPS)
         training = Training(lab, Path(folder))
         result = compare(lab, training, args.rounds)
         training.close()

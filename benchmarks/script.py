@@ -34,7 +34,7 @@ from tests.distributed.launch import free_port
 from tests.megatron.lab import CPU
 
 FIRST_MEASURED = 13
-"""The optimizer's moments are settled enough to be measured."""
+"""After the first iterations, which are slower."""
 
 MODEL = """
     --num-layers 4 --num-attention-heads 8 --position-embedding-type rope --bf16

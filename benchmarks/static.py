@@ -44,13 +44,6 @@ def one(fmt: str, block: Block, dtype: torch.dtype = BF16, random: Any = NO_RAND
     )
 
 
-def moments(dtype: torch.dtype) -> Any:
-    factors = {"offset": 1e-8, "factor": 2.0, "scale": 3.0, "learning_rate": 1e-3}
-    return lambda x: launch.adam_sums(
-        x.to(dtype), x.to(dtype), 0, (x.shape[0], x.shape[1]), **factors
-    )
-
-
 def observed(names: tuple[str, str], operand: Operand) -> Any:
     """Observe an operand in two formats: X [1024, 256], W [512, 256] or G [1024, 512]."""
     formats = tuple(FORMATS[name] for name in names)
@@ -76,8 +69,6 @@ VARIANTS: dict[str, Callable[[torch.Tensor], Any]] = {
     "fp4 128x1 stochastic": one("fp4", COL, random=RANDOM._replace(swapped=True)),
     "mxfp8 1x32": one("mxfp8", (1, 32)),
     "nvfp4 1x16": one("nvfp4", (1, 16)),
-    "AdamW's moments": moments(FP32),
-    "AdamW's moments, BF16": moments(BF16),
     "observe X, fp8 and fp4": observed(("fp8", "fp4"), Operand.INPUT),
     "observe W, fp8 and fp4": observed(("fp8", "fp4"), Operand.WEIGHT),
     "observe G, fp8 and fp4": observed(("fp8", "fp4"), Operand.GRAD_OUTPUT),
@@ -106,7 +97,7 @@ def compiling(arch: int) -> Iterator[list[Compiled]]:
     from triton.backends.compiler import GPUTarget
     from triton.runtime import driver
 
-    from megatron_snip.kernels import adam, observe, quantize
+    from megatron_snip.kernels import observe, quantize
 
     compiled: list[Compiled] = []
 
@@ -137,8 +128,6 @@ def compiling(arch: int) -> Iterator[list[Compiled]]:
 
     recorders = [
         (quantize, "quantize_kernel", ("R", "C"), ("x_ptr",)),
-        (adam, "block_sums_kernel", ("R", "C"), ("m_ptr", "v_ptr")),
-        (adam, "total_sums_kernel", ("B", "P"), ("row_ptr",)),
         (observe, "observe_kernel", ("R", "C"), ("x_ptr",)),
     ]
     stand_in = SimpleNamespace(

@@ -105,8 +105,7 @@ class ScheduleFields(Section):
     """Iterations between two refreshes. A refresh measures every linear and requests a new plan."""
 
     start_step: Count = 100
-    """Iteration of the first refresh; the first iteration is 1. Early moments of Adam are noisy;
-    before ten steps of the optimizer a refresh waits."""
+    """Iteration of the first refresh; the first iteration is 1."""
 
     lag: Count = 2
     """Iterations from the end of a refresh until its plan is applied. Training continues

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 
 from megatron_snip.patches.registry import Call, Session
-from megatron_snip.statistics.optimizer_state import learning_rate
 from megatron_snip.topology import Topology
 
 
@@ -63,8 +62,11 @@ def end_step(
         return
     from megatron.core.num_microbatches_calculator import get_current_global_batch_size
 
+    # A rank without trainable parameters has no groups.
+    groups = getattr(optimizer, "param_groups", None) or []
+    rates = [float(group["lr"]) for group in groups if group.get("lr") is not None]
     values = metrics.finish(
-        lr=learning_rate(optimizer),
+        lr=max(rates, default=None),
         tokens=get_current_global_batch_size() * seq_length,
         log_losses=iteration % log_interval == 0,
     )

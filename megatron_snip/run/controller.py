@@ -53,7 +53,7 @@ from megatron_snip.run.alerts import new_alerts
 from megatron_snip.run.evaluation import Evaluations
 from megatron_snip.run.guard import Guard, Outcome
 from megatron_snip.run.healing import begins_below_noise
-from megatron_snip.run.observation import MIN_OPTIMIZER_STEPS, Observations, Refresh
+from megatron_snip.run.observation import Observations, Refresh
 from megatron_snip.run.plans import FirstPlan, PlanSource, RunPlans
 from megatron_snip.run.replanning import (
     after_failed_plan,
@@ -431,7 +431,7 @@ class SnipController:
         return after
 
     def _with_due_refresh(self, state: RunState, iteration: int) -> RunState:
-        """All ranks: begin a refresh that is due, or wait for the optimizer's moments."""
+        """Begin a refresh that is due."""
         wanted_at = None if state.guard is None else state.guard.refresh_at
         schedule = state.schedule
         since = self._schedule.due_since(schedule, state.iteration, iteration, wanted_at)
@@ -441,14 +441,7 @@ class SnipController:
             # The solver still works on a plan: one for a new target, or that of a refresh that the
             # guard asked for out of turn. This refresh is left out.
             return replace(state, schedule=replace(schedule, due_since=None))
-        if self._observations.may_begin():
-            return replace(state, schedule=ScheduleState(refreshed=iteration))
-        if schedule.due_since is None:
-            self._reporter.log(
-                f"iteration {iteration}: measuring waits until the optimizer has made "
-                f"{MIN_OPTIMIZER_STEPS} steps"
-            )
-        return replace(state, schedule=replace(schedule, due_since=since))
+        return replace(state, schedule=ScheduleState(refreshed=iteration))
 
     def _with_plan_for_new_target(self, state: RunState, iteration: int) -> RunState:
         """All ranks: if the target is about to change, plan anew from the measurements so far."""

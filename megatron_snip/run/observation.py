@@ -1,7 +1,7 @@
 """Observing: from training iterations to statistics, divergences and a planning problem.
 
-run            a measured iteration: the sensitivities of the linears' weights are gathered, their
-               forward and backward are observed while it runs, and ranks add up what they saw
+run            a measured iteration: the forward and backward of the linears are observed while it
+               runs, and ranks add up what they saw
 mean_with      the running mean of the statistics, with what was measured
 problem        statistics -> divergences -> planning problem
 """
@@ -12,8 +12,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
-
-import torch
 
 from megatron_snip.collectives import RemoteFailure
 from megatron_snip.config import SnipConfig
@@ -37,23 +35,13 @@ from megatron_snip.run.step import (
     prepare_next_pass,
     tolerating_non_finite,
 )
+from megatron_snip.statistics.gradients import gradient_norms
 from megatron_snip.statistics.health_table import HealthTable
 from megatron_snip.statistics.observer import StepObserver
-from megatron_snip.statistics.optimizer_state import steps_of_moments
 from megatron_snip.statistics.records import StatisticsTable, running_mean
 from megatron_snip.statistics.sample import MeasureSettings
-from megatron_snip.statistics.sensitivity import (
-    ShardSums,
-    gather_sensitivities,
-    own_sums,
-    weight_norms,
-)
-from megatron_snip.topology import Placement
 
 logger = logging.getLogger(__name__)
-
-MIN_OPTIMIZER_STEPS = 10
-"""Statistics use AdamW's second moment, which means little after fewer steps."""
 
 
 @dataclass(frozen=True)
@@ -98,32 +86,6 @@ class Observations:
         self._optimizer = optimizer
         self._topology = model.runtime.topology
         self._dispatch = ExpertDispatch(model.chunks, self._topology)
-        # What `may_begin` read for the `run` that follows it, or why it failed.
-        self._read: dict[Placement, ShardSums] | RemoteFailure | None = None
-
-    def may_begin(self) -> bool:
-        """All ranks: whether AdamW's moments have seen enough steps on every rank.
-
-        The sums over the moments, which `run` needs, are made as well: it is one exchange. If
-        that fails on a rank, the refresh begins, and fails.
-        """
-        self._read = None
-
-        def is_young() -> bool:
-            steps = steps_of_moments(self._optimizer)
-            if steps is not None and steps < MIN_OPTIMIZER_STEPS:
-                return True
-            with torch._C.DisableTorchFunction():  # see `run`
-                self._read = own_sums(self._model.weights(), self._optimizer)
-            return False
-
-        control = self._topology.control
-        try:
-            found = control.gather("reading the optimizer's state", is_young, may_refuse=False)
-        except RemoteFailure as failure:
-            self._read = failure
-            return True
-        return not any(found.values)
 
     def run(
         self, iteration: int, step: TrainingStep, run: Callable[[], Outcome]
@@ -131,7 +93,7 @@ class Observations:
         """All ranks: run a step that is measured; return how it ended and what was measured.
 
         Args:
-            iteration: the iteration that runs; `may_begin` was called before it.
+            iteration: the iteration that runs.
             step: its forward-backward call.
             run: runs the step.
 
@@ -139,18 +101,6 @@ class Observations:
             The outcome, and the refresh: on every rank one that failed, if a rank failed to measure
             or the guard ran the step again.
         """
-        read = self._read
-        self._read = None
-        weights = self._model.weights()
-        try:
-            if isinstance(read, RemoteFailure):
-                raise read
-            # Under `python -m megatron_snip --cpu` every call of torch is inspected, to redirect
-            # those that name CUDA. No call here does, so the inspection is skipped.
-            with torch._C.DisableTorchFunction():
-                sensitivities = gather_sensitivities(weights, self._optimizer, self._topology, read)
-        except RemoteFailure as failure:  # the step runs all the same
-            return run(), Refresh(failure=str(failure))
         settings = MeasureSettings(
             self._model.measured_formats(self._formats),
             iteration,
@@ -171,7 +121,7 @@ class Observations:
         loss_scale = step.loss_scale()
         # `table` calls it, and turns an error of this rank into one of all ranks.
         norms = partial(
-            weight_norms, weights, self._optimizer, sensitivities, self._topology, loss_scale
+            gradient_norms, self._model.weights(), self._optimizer, self._topology, loss_scale
         )
         try:
             table, health = observer.table(

@@ -4,7 +4,7 @@
     i + lag         its plan is applied
 
 `Schedule` decides by the settings and by what was done. The controller decides whether a refresh
-that is due may begin: the optimizer's moments may be too young, or a plan may still be on its way.
+that is due may begin: a plan may still be on its way.
 
 Megatron may skip iterations (`--iterations-to-skip`). So a refresh is due from its turn on, until
 it is measured.

@@ -20,7 +20,7 @@ from megatron.core.utils import get_model_config
 from megatron_snip.collectives import sum_over
 from megatron_snip.linears.te.gathered_weights import gathers_in_forward, stage_weights
 from megatron_snip.log import log_failure
-from megatron_snip.statistics.optimizer_state import gradient_of
+from megatron_snip.statistics.gradients import gradient_of
 from megatron_snip.statistics.sharded import local
 from megatron_snip.topology import Topology
 

@@ -43,7 +43,7 @@ def _linear_health(
     Args:
         s: Its statistics.
         sums: Its sums, as `OperandSums.sums`.
-        norms: Its norms, as `sensitivity.weight_norms` returns them.
+        norms: Its norms, as `gradients.gradient_norms` returns them.
         ends: What `_ends` returns for the histograms of `sums`.
         amax: See `make_health_table`, as the next two.
         experts: Of this linear.
@@ -71,8 +71,12 @@ def _linear_health(
                 by_format[f], original, _spread(ends[o][f], shift), worst_expert
             )
 
-    grad, _, num_gradients = norms
-    gradient_norm = math.sqrt(grad) if num_gradients and math.isfinite(grad) else None
+    grad_square, num_elements = norms
+    # Optimizers of several instances own each element several times.
+    num_owners = num_elements // (s.in_features * s.out_features * max(1, len(experts)))
+    gradient_norm = None
+    if num_elements and math.isfinite(grad_square):
+        gradient_norm = math.sqrt(grad_square / max(1.0, num_owners))
     gradient_noise = {
         name: _gradient_noise(s, errors, gradient_norm) for name, errors in s.formats.items()
     }

@@ -20,6 +20,7 @@ from torch import Tensor
 from megatron_snip.collectives import Control, RemoteFailure, ranks_text
 from megatron_snip.kernels.launch import NUM_SUMS
 from megatron_snip.log import warn_once
+from megatron_snip.statistics.gradients import NUM_NORMS
 from megatron_snip.statistics.health import make_health_table
 from megatron_snip.statistics.health_table import HealthTable
 from megatron_snip.statistics.measure import ERROR_SQUARE, OPERAND_SUMS
@@ -31,7 +32,6 @@ from megatron_snip.statistics.records import (
     StatisticsTable,
 )
 from megatron_snip.statistics.sample import MeasureSettings
-from megatron_snip.statistics.sensitivity import NUM_NORMS
 from megatron_snip.topology import LinearInfo
 from megatron_snip.types import Operand
 
@@ -58,7 +58,7 @@ def reduce_sums(
         linears: Every linear of the model, in the same order on all ranks.
         grad_scale: The factor from G as the linears see it to the gradient of the batch-mean loss.
         loss: The loss of the iteration, the same on all ranks.
-        own_norms: Returns this rank's `sensitivity.weight_norms`; its errors count as failures.
+        own_norms: Returns this rank's `gradients.gradient_norms`; its errors count as failures.
         control: the control plane of all ranks.
         also_summed: a few FP64 numbers of the caller, which get their sums over all ranks in the
             same exchange; unchanged after an error.

@@ -110,7 +110,7 @@ class Lab:
         ranks: int = 2,
     ) -> Run:
         """Run `python -m megatron_snip WORDS`, or `python WORDS` with the CPU patch alone."""
-        given = {"TINY_EARLY": "1", **(environment or {}), "MASTER_PORT": str(free_port())}
+        given = {**(environment or {}), "MASTER_PORT": str(free_port())}
         arguments = {"words": words, "environment": given, "plain": plain}
         return self._server.run(ranks, "tests.bridge.script:run_script", arguments, TIMEOUT_S)
 

@@ -6,7 +6,6 @@ KEY=VALUE are Bridge's own overrides. It does not use SNIP, except that TINY_CAL
 JSON) gives `pretrain` a SnipCallback, without settings if it is `null`. Every rank writes its
 results to the folder in TINY_RESULTS.
 TINY_KILL_AFTER: SIGKILL after this iteration's checkpoint, as on a lost machine.
-TINY_EARLY: SNIP may measure before the optimizer has made ten steps.
 TINY_BREAK: the loss is infinite whenever a linear runs FP4.
 TINY_WEIGHTS: weights are those of `weights.py`, which do not depend on the loop.
 TINY_PRECISION: name of the recipe's mixed precision; weights are stored in BF16.
@@ -144,10 +143,6 @@ def main() -> None:
     from megatron.bridge.training.gpt_step import forward_step
     from megatron.bridge.training.pretrain import pretrain
 
-    from megatron_snip.run import observation
-
-    if "TINY_EARLY" in os.environ:
-        observation.MIN_OPTIMIZER_STEPS = 0
     if "TINY_TRACKERS" in os.environ:
         sys.path.insert(0, str(Path(__file__).parents[1] / "stand_ins" / "trackers"))
     callbacks: list[Any] = [Results()]

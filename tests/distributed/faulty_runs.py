@@ -27,7 +27,6 @@ from megatron_snip.reporting.events import Event
 from megatron_snip.reporting.run_directory import RunDirectory
 from megatron_snip.run import observation
 from megatron_snip.statistics import observer, reduce
-from megatron_snip.statistics.sensitivity import ShardSums
 from megatron_snip.trainer.loop import stop_requests
 from tests.distributed.layouts import OVERLAP, PP2, TP2, OnRanks
 from tests.distributed.small_model import NARROW, Trainer, layout
@@ -96,7 +95,7 @@ def not_a_number(call: Callable[[], Any]) -> Any:
     return result._make(t * math.nan if torch.is_tensor(t) else t for t in result)
 
 
-MOMENTS = (ShardSums, "of")
+GRADIENTS = (observation, "gradient_norms")
 FORWARD = (observer, "rows_of")
 BACKWARD = (observer, "operand_sums")
 REDUCE = (reduce, "_fill")
@@ -109,8 +108,8 @@ Place = tuple[Any, str]
 """Whose attribute it is, and its name."""
 
 PLACES: dict[str, tuple[Place, Strike]] = {
-    "moments": (MOMENTS, bug),
-    "moments memory": (MOMENTS, no_memory),
+    "gradients": (GRADIENTS, bug),
+    "gradients memory": (GRADIENTS, no_memory),
     "forward": (FORWARD, bug),
     "backward": (BACKWARD, bug),
     "backward memory": (BACKWARD, no_memory),
@@ -132,7 +131,7 @@ PLACES: dict[str, tuple[Place, Strike]] = {
 """Faults after which all ranks keep the old plan. They strike on the last rank; the solver is on
 rank 0."""
 
-PHASES = ("moments", "forward", "backward", "reduce", "problem", "solve", "broadcast", "apply")
+PHASES = ("forward", "backward", "gradients", "reduce", "problem", "solve", "broadcast", "apply")
 _LATE = (SUBMIT, SOLVE, BROADCAST, APPLY)
 MEASURED = ("NaN", *(fault for fault, (place, _) in PLACES.items() if place in _LATE))
 """Faults of refreshes that have measured."""
@@ -279,8 +278,8 @@ def _full_disk(trainer: Trainer, controller: Any, late: LateWriter, folder: Path
 
 
 REASONS = {
-    "moments": "reading the optimizer's state failed on LAST: RuntimeError: a bug",
-    "moments memory": "reading the optimizer's state failed on LAST: OutOfMemoryError",
+    "gradients": "measuring failed on LAST: RuntimeError: a bug",
+    "gradients memory": "measuring failed on LAST: OutOfMemoryError",
     "forward": "measuring failed on LAST: ",
     "backward": "measuring failed on LAST: ",
     "backward memory": "OutOfMemoryError: tried to allocate",

@@ -36,7 +36,7 @@ from megatron_snip.reporting.events import (
     Settings,
     Writer,
 )
-from megatron_snip.run import observation, solve
+from megatron_snip.run import solve
 from megatron_snip.run.controller import SnipController
 from megatron_snip.run.state import RunState
 from megatron_snip.statistics.records import StatisticsTable
@@ -249,9 +249,8 @@ def digest(tensors: list[torch.Tensor]) -> str:
 
 
 def prepare_rank() -> None:
-    """Let this process train on CPUs, measure in its first iterations, and wait for its solver."""
+    """Let this process train on CPUs, and wait for its solver."""
     cpu.install()
-    observation.MIN_OPTIMIZER_STEPS = 0
     solve.SOLVER_GRACE_S = 600.0  # a slow machine takes its time to start the solver
 
 

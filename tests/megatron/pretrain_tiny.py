@@ -7,7 +7,6 @@ TINY_GIVE_UP: Megatron also ends the job there, after a checkpoint of the iterat
 TINY_BAD_STATE: checkpoints hold a state of SNIP that is damaged, of this version.
 TINY_STATE: checkpoints hold the state of SNIP in this file, as another version has written it.
 TINY_OWN_FLAGS: the script parses its own flags.
-TINY_EARLY: SNIP may measure before the optimizer has made ten steps.
 TINY_AUTO: the script imports megatron_snip.auto, before all else.
 TINY_BREAK: the loss is infinite under the plan of this number, and those after it, of the
 different plans that run FP4.
@@ -47,11 +46,6 @@ from megatron.training import get_args, pretrain
 from megatron.training.argument_utils import pretrain_cfg_container_from_args
 from megatron.training.arguments import core_transformer_config_from_args, parse_and_validate_args
 from megatron.training.training import destroy_global_state
-
-if "TINY_EARLY" in os.environ:
-    from megatron_snip.run import observation
-
-    observation.MIN_OPTIMIZER_STEPS = 0
 
 if "TINY_BAD_STATE" in os.environ:
     from megatron_snip.run.state import RunState

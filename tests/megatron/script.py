@@ -29,7 +29,6 @@ def run_script(words: list[str], environment: dict[str, str], plain: bool) -> No
         environment,
         LOCAL_WORLD_SIZE=os.environ["WORLD_SIZE"],
         CPATH=f"{sysconfig.get_path('include')}:{torch}",
-        TINY_EARLY="1",
     )
     if os.environ["RANK"] == environment.get("TINY_WITHOUT_SNIP"):
         words = [*words, "--no-snip"]

@@ -4,14 +4,12 @@ The tensors have no numbers: an operation that waits for one fails.
 """
 
 import pytest
-import torch
 
 pytest.importorskip("triton")
 
-from benchmarks.launches import of_linear, of_state
+from benchmarks.launches import of_linear
 
 MOST_OF_LINEAR = 12
-MOST_OF_STATE = 8
 
 
 @pytest.mark.parametrize("kind", ["column", "row"])
@@ -35,11 +33,3 @@ def test_two_more_formats_cost_three_launches_of_one_kernel() -> None:
     names = ("fp8", "fp4", "fp3", "fp8_blockwise")
     two, four = (of_linear(names[:count]) for count in (2, 4))
     assert four.names - two.names == {"observe_kernel": 3}
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_state_of_a_weight_is_read_once(dtype: torch.dtype) -> None:
-    found = of_state(dtype)
-    assert found.total <= MOST_OF_STATE, found.names
-    elements = 4096 * 4096
-    assert found.num_bytes / elements < 2 * dtype.itemsize + 0.5

@@ -12,12 +12,12 @@ from megatron_snip.options import BF16, Option
 from megatron_snip.quantizers.quantize import quantize_dequantize
 from megatron_snip.quantizers.reference import amax_of
 from megatron_snip.quantizers.stochastic import StochasticStream, StreamKey
+from megatron_snip.statistics.gradients import gradient_norms
 from megatron_snip.statistics.health_table import MEANINGS, HealthTable, LinearHealth
 from megatron_snip.statistics.measure import operand_sums
 from megatron_snip.statistics.observer import StepObserver
 from megatron_snip.statistics.operands import AmaxesOrScales, Operands
 from megatron_snip.statistics.sample import MeasureSettings
-from megatron_snip.statistics.sensitivity import weight_norms
 from megatron_snip.topology import Topology
 from megatron_snip.types import Operand
 from tests.unit.statistics import equations
@@ -126,6 +126,25 @@ def test_a_tensor_that_vanishes_is_the_worst_and_one_without_underflow_is_not_li
     assert all(each.value > 0 for each in worst["underflow"])
 
 
+@pytest.mark.parametrize("num_experts", [0, 2])
+@pytest.mark.parametrize("num_owners", [1, 3])
+def test_the_gradient_norm_counts_each_element_once(num_experts: int, num_owners: int) -> None:
+    """`--num-distributed-optimizer-instances` has several owners of each element."""
+    toy = Toy.make("column", microbatches=1)
+    settings = MeasureSettings(equations.FORMATS, STEP, SEED, all_tokens=True)
+    observer = StepObserver(settings, Topology())
+    place = toy.placement(Topology())
+    x, g = toy.inputs[0], toy.grads[0]
+    for expert in range(num_experts) or [None]:
+        weight = toy.weight.clone().requires_grad_()
+        output = torch.nn.functional.linear(x, weight)
+        observer.observe(replace(place, expert=expert), x, weight, output).backward(g)
+    num_elements = num_owners * max(1, num_experts) * toy.weight.numel()
+    norms = {place.name: torch.tensor([9.0 * num_owners, num_elements], dtype=torch.float64)}
+    _, health = observer.table([place.info], 1.0, None, lambda: norms)
+    assert health.linears[0].gradient_norm == pytest.approx(3.0)
+
+
 def test_gradient_noise_is_estimated_from_the_errors_of_x_and_g() -> None:
     """Two microbatches whose gradients almost cancel: the noise of both stays."""
     toy = Toy.make("column", microbatches=2)
@@ -134,7 +153,8 @@ def test_gradient_noise_is_estimated_from_the_errors_of_x_and_g() -> None:
     settings = MeasureSettings(equations.FORMATS, STEP, SEED, all_tokens=True)
     gradient = sum(g.T @ x for x, g in zip(toy.inputs, toy.grads, strict=True))
     assert isinstance(gradient, torch.Tensor)
-    norms = torch.tensor([gradient.double().square().sum().item(), 0.0, 1.0], dtype=torch.float64)
+    square = gradient.double().square().sum().item()
+    norms = torch.tensor([square, gradient.numel()], dtype=torch.float64)
     place = toy.placement(Topology())
     observer = StepObserver(settings, Topology())
     for x, g in zip(toy.inputs, toy.grads, strict=True):
@@ -180,7 +200,7 @@ def test_a_gradient_of_zero_is_a_norm_and_no_gradient_is_none(
     observer.observe(place, toy.inputs[0], weight, output).backward(0 * toy.grads[0])
     weight.grad = gradient
     optimizer = torch.optim.SGD([weight], lr=1.0)
-    norms = partial(weight_norms, {place: weight}, optimizer, {}, Topology(), 1.0)
+    norms = partial(gradient_norms, {place: weight}, optimizer, Topology(), 1.0)
     _, health = observer.table([place.info], 1.0, None, norms)
     found = health.beyond("gradient_norm", -1, 1e-9)
     assert [each.value for each in found] == ([] if gradient is None else [0.0])
