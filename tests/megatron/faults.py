@@ -14,7 +14,7 @@ from unittest import mock
 from megatron_snip.planning.solver_process import SolverProcess
 from megatron_snip.reporting import run_directory
 from megatron_snip.run.controller import SnipController
-from tests.distributed.faulty_runs import BACKWARD, BROADCAST, MOMENTS, Faults, bug
+from tests.distributed.faulty_runs import BACKWARD, BROADCAST, GRADIENTS, Faults, bug
 
 SNIP = ["--snip-start-step", "3", "--snip-interval", "2", "--snip-lag", "1"]
 """Refreshes at odd iterations; their plans are due before the even ones."""
@@ -22,22 +22,22 @@ SNIP = ["--snip-start-step", "3", "--snip-interval", "2", "--snip-lag", "1"]
 FULL_DISK = "full disk"
 LATE = "late solver"
 DEAD = "dead solver"
-BY_ITERATION = {3: FULL_DISK, 5: "moments", 7: "measurement", 9: "broadcast", 11: LATE, 13: DEAD}
+BY_ITERATION = {3: FULL_DISK, 5: "gradients", 7: "measurement", 9: "broadcast", 11: LATE, 13: DEAD}
 """Iteration of a refresh -> its fault. All but the first keep the plan of the first."""
 
 REASONS = {
-    "moments": "reading the optimizer's state failed on rank 1: RuntimeError: a bug",
+    "gradients": "reading the optimizer's state failed on rank 1: RuntimeError: a bug",
     "measurement": "measuring failed on rank 1: ",
     "broadcast": "applying the plan failed on rank 1: RuntimeError: a bug",
     LATE: "the solver process did not answer within 0.2 s",
     DEAD: "the solver process ended without an answer",
 }
 """Fault -> why all ranks keep the plan, in the log of rank 0."""
-OF_A_MEASUREMENT = ("moments", "measurement")
+OF_A_MEASUREMENT = ("gradients", "measurement")
 NUM_ITERATIONS = 14
 
 _faults = Faults(
-    {"moments": (MOMENTS, bug), "measurement": (BACKWARD, bug), "broadcast": (BROADCAST, bug)}
+    {"gradients": (GRADIENTS, bug), "measurement": (BACKWARD, bug), "broadcast": (BROADCAST, bug)}
 )
 _installed = _faults.installed()
 
