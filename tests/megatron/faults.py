@@ -26,7 +26,7 @@ BY_ITERATION = {3: FULL_DISK, 5: "gradients", 7: "measurement", 9: "broadcast", 
 """Iteration of a refresh -> its fault. All but the first keep the plan of the first."""
 
 REASONS = {
-    "gradients": "reading the optimizer's state failed on rank 1: RuntimeError: a bug",
+    "gradients": "measuring failed on rank 1: RuntimeError: a bug",
     "measurement": "measuring failed on rank 1: ",
     "broadcast": "applying the plan failed on rank 1: RuntimeError: a bug",
     LATE: "the solver process did not answer within 0.2 s",
