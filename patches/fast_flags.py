@@ -146,7 +146,7 @@ FAST_FLAGS: tuple[FlagRow, ...] = (
         "--use-megatron-fsdp with BF16 weights",
         lambda args: _has_megatron_fsdp(args) and not _stores_weights(args),
         plans="runs",
-        text="a weight is read while its layer runs; moments are read from their shards",
+        text="a weight is read while its layer runs; gradients are read from their shards",
         num_recipes=3,
     ),
     FlagRow(

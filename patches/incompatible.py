@@ -17,12 +17,6 @@ from megatron_snip.patches.fast_flags import FAST_FLAGS
 from megatron_snip.patches.flag_rows import FlagRow, given
 
 
-def _scaled_moments(args: Namespace) -> bool:
-    scaled = ("fp16", "fp8", torch.float16, torch.uint8)
-    names = ("exp_avg_dtype", "exp_avg_sq_dtype")
-    return any(getattr(args, name, None) in scaled for name in names)
-
-
 def _te_is_missing(args: Namespace) -> bool:
     asked = getattr(args, "transformer_impl", None) == "transformer_engine"
     return asked and not have_te()
@@ -164,15 +158,8 @@ INCOMPATIBLE_FLAGS: tuple[FlagRow, ...] = (
         "--megatron-fsdp-version 2",
         lambda args: getattr(args, "megatron_fsdp_version", 1) == 2,
         plans="refuses",
-        text="a rank's part of the optimizer's state is not one range of rows, as SNIP reads it",
+        text="SNIP never ran with its way to split weights and gradients over ranks",
         remedy="use version 1",
-    ),
-    FlagRow(
-        "--exp-avg-dtype or --exp-avg-sq-dtype fp16 or fp8",
-        _scaled_moments,
-        plans="refuses",
-        text="SNIP reads the optimizer's moments, and these are stored scaled",
-        remedy="use fp32 or bf16",
     ),
 )
 """Refused in every run; none of the published recipes has one."""

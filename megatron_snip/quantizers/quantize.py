@@ -31,9 +31,6 @@ from megatron_snip.quantizers import reference
 from megatron_snip.quantizers.stochastic import StochasticStream, random_bits16
 from megatron_snip.types import GEMM_OPERANDS, Gemm, Operand
 
-ROTATED_AT_ONCE = 1 << 24
-"""Elements that `rotated_amax` transforms at once, in FP32."""
-
 _SIGNS = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)
 """Signs of the Hadamard transform of 16 tokens in Transformer Engine (get_wgrad_sign_vector)."""
 
@@ -88,15 +85,6 @@ def rotated(x: Tensor, fmt: Format, gemm: Gemm) -> Tensor:
         mixed = hadamard_matrix(size, x.device) @ groups
         out[:complete] = mixed.bfloat16().view(complete, x.shape[1])
     return out
-
-
-def rotated_amax(x: Tensor, fmt: Format) -> Tensor:
-    """Return the largest magnitude of x [tokens, cols] as wgrad quantizes it, an FP32 scalar."""
-    rows = max(fmt.wgrad_hadamard, ROTATED_AT_ONCE // max(1, x.shape[1]))
-    rows -= rows % max(1, fmt.wgrad_hadamard)
-    parts = torch.split(x, rows)
-    found = [reference.amax_of(rotated(part, fmt, Gemm.WGRAD)) for part in parts]
-    return torch.stack(found).amax()
 
 
 @lru_cache(maxsize=8)

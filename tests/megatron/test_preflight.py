@@ -127,12 +127,12 @@ def test_it_says_what_the_job_then_does(
 
 
 def test_all_that_is_refused_is_named_at_once(te_lab: Lab) -> None:
-    flags = ["--cuda-graph-impl", "local", "--use-distributed-optimizer", "--exp-avg-dtype", "fp8"]
-    flags += ["--use-precision-aware-optimizer", "--snip", "--snip-pins", "nothing=bf16"]
+    flags = ["--cuda-graph-impl", "local", "--perform-rl-step"]
+    flags += ["--snip", "--snip-pins", "nothing=bf16"]
     run, found = preflight(te_lab, "te", flags)
     assert run.statuses == (2,) and len(found["refused"]) == 3, run.report
     refused = " ".join(found["refused"])
-    for word in ("--cuda-graph-impl local", "--exp-avg-dtype", "--snip-pins: 'nothing'"):
+    for word in ("--cuda-graph-impl local", "--perform-rl-step", "--snip-pins: 'nothing'"):
         assert word in refused
 
 

@@ -36,7 +36,6 @@ ACTIVE: dict[str, dict[str, Any]] = {
     "dist.use_decentralized_pg": {"use_decentralized_pg": True},
     "tensor_inspect": {"tensor_inspect": True},
     "--megatron-fsdp-version 2": {"megatron_fsdp_version": 2},
-    "--exp-avg-dtype": {"exp_avg_dtype": torch.float16},
     "--fp8-param-gather with": {
         "fp8_param_gather": True,
         "reuse_grad_buf_for_mxfp8_param_ag": True,
@@ -69,7 +68,7 @@ HARMLESS = {
     "cuda_graph_impl": "none",
     "gtp_weight_remat_size": 1,
     "moe_expert_rank_capacity_factor": None,
-    "exp_avg_dtype": torch.float32,
+    "exp_avg_dtype": torch.uint8,
     "exp_avg_sq_dtype": torch.bfloat16,
     "kitchen_recipe_number": None,
     "moe_dispatch_fwd_dtype": "bf16",
@@ -106,13 +105,13 @@ def test_inspection_that_a_script_has_turned_on_is_refused(monkeypatch: pytest.M
 
 
 def test_all_refusals_come_at_once() -> None:
-    args = argparse.Namespace(fp16=True, perform_rl_step=True, exp_avg_sq_dtype="fp8")
+    args = argparse.Namespace(fp16=True, perform_rl_step=True, megatron_fsdp_version=2)
     with pytest.raises(UnsupportedError) as error:
         check_flags(args)
     assert [text.split(":")[0] for text in error.value.messages] == [
         "--snip cannot run with --fp16",
         "--snip cannot run with --perform-rl-step",
-        "--snip cannot run with --exp-avg-dtype or --exp-avg-sq-dtype fp16 or fp8",
+        "--snip cannot run with --megatron-fsdp-version 2",
     ]
 
 
