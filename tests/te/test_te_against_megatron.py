@@ -117,7 +117,7 @@ class CountingObserver(StepObserver):
 def test_experts_that_are_only_counted_share_one_tap_if_they_are_grouped(grouped: bool) -> None:
     model = build(grouped=grouped, **FP32, **EXPERTS)
     under = planned(model)
-    observer = CountingObserver(MeasureSettings({"fp8": get_format("fp8")}, 1, 0), Topology(), {})
+    observer = CountingObserver(MeasureSettings({"fp8": get_format("fp8")}, 1, 0), Topology())
     with under.runtime.observed_by(observer):
         losses(model, MOST_MICROBATCHES + 2)
     assert observer.shared == (4 if grouped else 1)
