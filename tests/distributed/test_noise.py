@@ -108,18 +108,25 @@ def test_series_of_linears_keep_their_names(uninterrupted: dict[str, Any]) -> No
     assert others == [first] * 3  # also after the resume, above
 
 
-def norms() -> list[tuple[float, float]]:
-    """On ranks: |dL/dW| of each linear from the optimizer's gradient, and from all tokens."""
+def norms() -> list[tuple[float, float, float]]:
+    """On ranks: |dL/dW| of each linear from the optimizer's gradient; |X| |G|; sampled tokens."""
     with layout({**NARROW, "micro_batch_size": 2}) as trainer:
         trainer.run(2, {"start_step": 2, "collect_only": True})
         ((_, refresh),) = trainer.events.measured
         table = refresh.divergences.statistics.linears
         pairs = zip(refresh.health.linears, table, strict=True)
-        return [(h.gradient_norm or 0.0, s.wgrad_square**0.5) for h, s in pairs]
+        return [
+            (h.gradient_norm or 0.0, (s.input_square * s.grad_square) ** 0.5, s.tokens)
+            for h, s in pairs
+        ]
 
 
 def test_noise_and_gradient_have_one_unit() -> None:
-    """A batch of one microbatch that is so short that all its tokens are measured."""
+    """A batch of one microbatch that is so short that all its tokens are measured.
+
+    Then dW = G^T X has at most |X| |G|, and |X| |G| / sqrt(tokens) if its tokens were independent:
+    what the estimate of noise assumes. Tokens that agree add up to more.
+    """
     (found,) = run_ranks(1, "tests.distributed.test_noise:norms", {})
-    for of_optimizer, of_tokens in found:
-        assert of_tokens == pytest.approx(of_optimizer, rel=1e-4) and of_tokens > 0
+    for gradient, bound, tokens in found:
+        assert bound / tokens**0.5 < 2 * gradient < 2 * bound, (gradient, bound, tokens)
