@@ -225,7 +225,6 @@ class Job:
 
     def refresh(self) -> None:
         """All ranks: from this rank's sums to a planning problem."""
-        self.control.any(False)  # whether the optimizer has made enough steps
         formats = {name: get_format(name) for name in FORMATS}
         of_experts = {each.name: self.num_experts for each in self.linears if each.is_of_experts}
         settings = MeasureSettings(formats, 1, 0, num_experts=of_experts)

@@ -205,7 +205,7 @@ class Scorer:
         if share not in self._rules:
             found = []
             for policy in POLICIES.values():
-                # A random order is no rule: the best of its seeds would say nothing.
+                # A random order is no rule: the best of its seeds is chance.
                 if policy.needs_statistics or policy.name.startswith("random"):
                     continue
                 try:

@@ -141,7 +141,7 @@ class TrainingStep:
             loss_scale: what `loss_scale` returned; it waits for the device, so ask once.
         """
         config = get_model_config(self.chunks[0])
-        # The data axis has DP * CP ranks. By the microbatches Megatron's schedules divide the loss.
+        # The data axis has DP * CP ranks. Megatron's schedules divide by the microbatches.
         scale = topology.data.size * loss_scale
         if config.calculate_per_token_loss:
             # Megatron divides after the backward, by the tokens of the batch. Here they are counted

@@ -135,8 +135,8 @@ class RankSums:
         factors = self._factors(self._expansions(placement, sample), found.sums.device)
         _add_product(self.sums, name, found.sums, factors)
         rows = torch.tensor([sample.num_tokens, num_weight_rows, sample.num_tokens])
-        inputs, outputs = placement.in_features, placement.out_features
-        elements = rows.double() * torch.tensor([inputs, inputs, outputs])
+        features = [placement.in_features, placement.in_features, placement.out_features]
+        elements = rows.double() * torch.tensor(features)
         self._elements[name] = self._elements.get(name, 0.0) + elements
         if placement.expert is not None:
             key = name, placement.expert

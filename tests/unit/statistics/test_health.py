@@ -134,7 +134,8 @@ def test_the_gradient_norm_counts_each_element_once(num_experts: int, num_owners
     settings = MeasureSettings(equations.FORMATS, STEP, SEED, all_tokens=True)
     observer = StepObserver(settings, Topology())
     place = toy.placement(Topology())
-    x, g = toy.inputs[0], toy.grads[0]
+    x = toy.inputs[0]
+    g = toy.grads[0]
     for expert in range(num_experts) or [None]:
         weight = toy.weight.clone().requires_grad_()
         output = torch.nn.functional.linear(x, weight)
