@@ -248,14 +248,14 @@ class Job:
     def _sums(self, settings: MeasureSettings) -> RankSums:
         own = RankSums(settings, self.topology)
         nothing = OperandSums.zeros(len(FORMATS), torch.device("cpu"))
-        sums = torch.rand_like(nothing.sums) + 1.0
         for place in self.places:
-            own.sums[place.name] = sums
+            if place.name not in own.sums:  # others for each linear: equal ones pack too well
+                own.sums[place.name] = torch.rand_like(nothing.sums) + 1.0
             own.counts[place.name] = BatchCounts(1.0, 4096.0)
             own.measured[place.name] = MeasuredCounts(1.0, 4096.0, 1.0, 2.0)
             own.amax[place.name] = nothing.amax
             if place.expert is not None:
-                own.experts[place.name, place.expert] = sums[..., :NUM_SUMS]
+                own.experts[place.name, place.expert] = own.sums[place.name][..., :NUM_SUMS]
         return own
 
     def apply(self) -> None:
