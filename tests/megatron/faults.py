@@ -7,9 +7,8 @@ are rank 0's.
 import errno
 import os
 import signal
-from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
-from unittest import mock
 
 from megatron_snip.planning.solver_process import SolverProcess
 from megatron_snip.reporting import run_directory
@@ -48,15 +47,18 @@ def install() -> None:
     forward_backward = SnipController.forward_backward
     submit = SolverProcess.submit
     result = SolverProcess.result
-    full = OSError(errno.ENOSPC, "No space left on device")
+    write_atomic = run_directory.write_atomic
 
     def faulty_iteration(self: Any, iteration: int, *args: Any, **kwargs: Any) -> Any:
         if iteration in BY_ITERATION:
             _faults.at(BY_ITERATION[iteration])
-        is_full = _faults.now == FULL_DISK
-        writing = {name: mock.Mock(side_effect=full) for name in ("write_plan", "write_atomic")}
-        with mock.patch.multiple(run_directory, **writing) if is_full else nullcontext():
-            return forward_backward(self, iteration, *args, **kwargs)
+        return forward_backward(self, iteration, *args, **kwargs)
+
+    def write_until_full(path: Path, text: str) -> None:
+        # By the file and not by the time: a thread writes it, perhaps after the iteration.
+        if BY_ITERATION.get(int(path.stem) if path.stem.isdigit() else 0) == FULL_DISK:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        write_atomic(path, text)
 
     def faulty_submit(self: Any, *args: Any, **kwargs: Any) -> None:
         child = self._running_child() if _faults.now in (LATE, DEAD) else None
@@ -70,5 +72,6 @@ def install() -> None:
         return result(self, 0.2 if _faults.now == LATE else timeout_s)
 
     setattr(SnipController, "forward_backward", faulty_iteration)  # noqa: B010
+    setattr(run_directory, "write_atomic", write_until_full)  # noqa: B010
     setattr(SolverProcess, "submit", faulty_submit)  # noqa: B010
     setattr(SolverProcess, "result", faulty_result)  # noqa: B010
