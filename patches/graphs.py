@@ -130,9 +130,12 @@ class Graphs:
         plan = (self.model.changes.total(), self.model.runtime.in_bf16)
         if wrapper.cuda_graph.get(stage) is not None and self._captured_plan.get(stage) != plan:
             _reset(wrapper, stage)
-            self._gather_parameters_again()
             self._log(f"the graph of the {stage} step is dropped: the plan has changed")
         was_captured = wrapper.cuda_graph.get(stage) is not None
+        if not was_captured and stage in self._captured_plan:
+            # It warms up and is captured again, perhaps right after an evaluation. A graph that is
+            # captured without the gather would keep the parameters of that evaluation.
+            self._gather_parameters_again()
         begin = time.perf_counter()
         results = run()
         self.was_slow |= not was_captured
